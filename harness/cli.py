@@ -1,0 +1,347 @@
+"""The command line: the only place that prints or sets an exit code.
+
+Exit codes: 0 PASS (or done), 1 FAIL, 2 wrong usage, 3 INCONCLUSIVE, 4 could not judge, 130 interrupted. Any exception
+nobody expected ends in 4 too, so that a crash never reads as a regression. Every command imports what it needs when
+it runs, so that `--help` stays quick and comparing needs neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from harness.cli_artefacts import AsJson, corpus_app, patches_app, show
+from harness.errors import LogitgateError, UsageError
+
+if TYPE_CHECKING:
+    from harness.patching import LoadedPatch
+    from harness.types import Comparison, Verdict
+
+DEBUG = "LOGITGATE_DEBUG"
+"""Environment variable; "1" shows the traceback of any error, as `--debug` does."""
+
+EXIT_USAGE, EXIT_NO_JUDGEMENT, EXIT_INTERRUPTED = 2, 4, 130
+NO_JUDGEMENT = "COULD NOT JUDGE"
+WORST_SHOWN = 5
+
+app = typer.Typer(
+    name="logitgate",
+    help="Judge an engine build by its logits, held position by position against a HuggingFace f32 reference.",
+    epilog="Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 3 INCONCLUSIVE, 4 could not judge.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich for help would cost more than the rest of it
+    add_completion=False,
+)
+app.add_typer(corpus_app, name="corpus")
+app.add_typer(patches_app, name="patches")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or `smollm2` for the embedded model.")]
+CorpusFile = Annotated[Path, typer.Option("--corpus", "-c", help="A corpus file made by `corpus build`.")]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the recording.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Complete an interrupted recording.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks; also {DEBUG}=1.")] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"
+    if version:
+        from harness import __version__
+
+        print(f"logitgate {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+# --------------------------------------------------------------------------- the main job, in order
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--folder", help="Where the demo keeps its files.")] = Path("logitgate-demo"),
+) -> int:
+    """Judge a healthy build, and one with a planted fault.
+
+    Records a reference, a floor, the stock engine and the same engine with a fault, on the embedded model.
+    """
+    from harness.demo import next_steps, run_demo
+
+    outcome = run_demo(folder, say=_say, show=_show_verdict)
+    _say(f"\n{next_steps(folder)}\n")
+    verdicts = f"stock engine {outcome.healthy.word}, planted fault {outcome.faulty.word}"
+    if outcome.as_promised:
+        _say(f"PASS: the demo came out as promised: {verdicts}")
+        return 0
+    _say(f"{NO_JUDGEMENT}: the demo promised PASS and FAIL, but came to: {verdicts}. The tables above say why.")
+    return EXIT_NO_JUDGEMENT
+
+
+@app.command()
+def model(name: Annotated[str, typer.Argument(help="`smollm2`, the model that comes with the set-up.")]) -> None:
+    """Make the embedded model ready, once, and print its folder."""
+    from harness.embedded import embedded_model
+
+    if name != "smollm2":
+        raise UsageError(
+            f"no embedded model is called {name!r}: expected smollm2; any folder or hub id works elsewhere"
+        )
+    _say(str(embedded_model(progress=lambda sentence: print(sentence, file=sys.stderr, flush=True))))
+
+
+@app.command()
+def reference(
+    model: Model,
+    corpus: CorpusFile,
+    out: OutFolder,
+    dtype: Annotated[str, typer.Option(help="float32 (the reference), bfloat16 (a floor) or float64.")] = "float32",
+    device_map: Annotated[str | None, typer.Option(help="Handed to accelerate, for models beyond memory.")] = None,
+    weights: Annotated[str, typer.Option(help="For quantised checkpoints: original or dequantised.")] = "original",
+    resume: Resume = False,
+) -> None:
+    """Record what the model should compute, with HuggingFace.
+
+    Full-vocabulary logits at every scored position, in f32 unless `--dtype` says otherwise.
+    """
+    from harness.corpus import load_corpus
+    from harness.embedded import resolve_model
+    from harness.reference import record_reference
+    from harness.report.artefacts import recording_line
+    from harness.report.console import progress_bar
+
+    _require_one_of("--dtype", dtype, ("float32", "bfloat16", "float64"))
+    _require_one_of("--weights", weights, ("original", "dequantised"))
+    loaded = load_corpus(corpus)
+    with progress_bar(f"reference {dtype}, rows") as progress:
+        manifest = record_reference(
+            resolve_model(model),
+            loaded,
+            out,
+            dtype=dtype,  # type: ignore[arg-type]  # narrowed at run time just above
+            device_map=device_map,
+            weights=weights,  # type: ignore[arg-type]  # likewise
+            resume=resume,
+            progress=progress,
+        )
+    _say(recording_line(out, manifest))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def record(
+    context: typer.Context,
+    model: Model,
+    corpus: CorpusFile,
+    out: OutFolder,
+    patch: Annotated[list[str] | None, typer.Option(help="NAME, FILE.py or FILE.py:NAME; may be repeated.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 1,
+    prompt_rows: Annotated[
+        str, typer.Option(help="engine (its prompt-logprob pass) or window (the head on the scored rows only).")
+    ] = "engine",
+    untested_engine: Annotated[
+        bool, typer.Option("--untested-engine", help="Go on with a vLLM version nobody tested.")
+    ] = False,
+    resume: Resume = False,
+) -> None:
+    """Record what a build computes, on the real vLLM engine.
+
+    The offline engine runs over the corpus with its ids forced, prefill and decode.
+
+    Every other option is an engine argument as vLLM names it, for instance
+    `--dtype float32 --max-num-batched-tokens 512 --enforce-eager`.
+    """
+    _refuse_option_as_model(model)
+    _require_one_of("--prompt-rows", prompt_rows, ("engine", "window"))
+
+    from harness.corpus import load_corpus
+    from harness.embedded import resolve_model
+    from harness.engine.arguments import parse_engine_args
+    from harness.engine.session import EngineSession
+    from harness.patching import load_patch
+    from harness.report.artefacts import recording_line
+    from harness.report.console import progress_bar
+
+    loaded = load_corpus(corpus)
+    patches = [load_patch(name) for name in patch or ()]
+    arguments = _with_needs(parse_engine_args(context.args), patches)
+    with (
+        EngineSession(resolve_model(model), arguments, untested=untested_engine) as session,
+        session.patched(patches) as described,
+        progress_bar("engine, requests") as progress,
+    ):
+        manifest = session.record(
+            loaded,
+            out,
+            patches=described,
+            concurrency=concurrency,
+            prompt_rows=prompt_rows,
+            resume=resume,
+            progress=progress,
+        )
+    _say(recording_line(out, manifest))
+
+
+@app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="What the model should compute.")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="The build under judgement.")],
+    floor: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recording of a build taken as correct; the first is the denominator, more show the spread."),
+    ] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Recording of the build before the change.")] = None,
+    twin: Annotated[list[Path] | None, typer.Option(help="Recording of the same code with dtype float32.")] = None,
+    gates: Annotated[Path | None, typer.Option(help="Limits to use instead of the packaged ones.")] = None,
+    positions: Annotated[Path | None, typer.Option(help="Also save every column per position, as Parquet.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Hold a candidate against a reference and judge it.
+
+    The exit code is the verdict, and the last line on stdout begins with it.
+    """
+    from harness.compare import compare as compare_recordings
+    from harness.judge import judge, load_gates
+    from harness.report.console import progress_bar
+
+    try:
+        limits = load_gates(gates)
+        floors = floor or []
+        with progress_bar("comparing, rows") as progress:
+            comparison = compare_recordings(
+                reference,
+                candidate,
+                floor=floors[0] if floors else None,
+                spread=floors[1:],
+                baseline=baseline,
+                progress=progress,
+            )
+        twins = [compare_recordings(reference, path) for path in twin or []]
+        verdict = judge(comparison, limits, twins=twins)
+        if positions is not None:
+            from harness.storage import save_positions
+
+            save_positions(comparison.positions, positions)
+        (_print_json if as_json else _show_verdict)(comparison, verdict)
+    except Exception as error:
+        _say_no_judgement(error, as_json)
+        raise
+    return verdict.exit_code
+
+
+app.command()(show)
+
+
+# --------------------------------------------------------------------------- helpers
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _show_verdict(comparison: Comparison, verdict: Verdict) -> None:
+    from harness.report.console import result_console
+    from harness.report.terminal import render
+    from harness.worst import worst_positions
+
+    render(comparison, verdict, result_console(), worst=worst_positions(comparison, WORST_SHOWN))
+
+
+def _print_json(comparison: Comparison, verdict: Verdict) -> None:
+    from harness.report.json_report import to_json
+    from harness.worst import worst_positions
+
+    _say(json.dumps(to_json(comparison, verdict, worst_positions(comparison, WORST_SHOWN)), allow_nan=False))
+
+
+def _say_no_judgement(error: Exception, as_json: bool) -> None:
+    """Readers of stdout get an answer there too; the message itself goes to stderr."""
+    code = getattr(error, "exit_code", EXIT_NO_JUDGEMENT)
+    word = {"status": None, "word": NO_JUDGEMENT, "exit_code": code, "reasons": [str(error)]}
+    _say(json.dumps({"verdict": word}) if as_json else NO_JUDGEMENT)
+
+
+def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+
+
+def _refuse_option_as_model(model: str) -> None:
+    """Engine options are not known to our parser: `record --dtype float32 MODEL` would take `--dtype` for the model."""
+    if model.startswith("-"):
+        raise UsageError(f"{model} stands where the model is expected: name the model first, then the engine arguments")
+
+
+def _with_needs(given: Mapping[str, Any], patches: Sequence[LoadedPatch]) -> dict[str, Any]:
+    """The engine arguments given, with those that the patches need. UsageError where the two contradict."""
+    arguments = dict(given)
+    for loaded in patches:
+        for name, value in loaded.patch.engine.items():
+            if arguments.setdefault(name, value) != value:
+                raise UsageError(
+                    f"patch {loaded.patch.name} needs the engine argument {name}={value!r}, "
+                    f"but {arguments[name]!r} was asked for: drop one of them"
+                )
+    return arguments
+
+
+# --------------------------------------------------------------------------- errors and exit codes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code. Raises nothing."""
+    try:
+        code = app(args=arguments, standalone_mode=False, prog_name="logitgate")
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except TyperException as error:  # an option or argument typer refused
+        return _complain(
+            error, EXIT_USAGE, f"{error.format_message().rstrip('.')}. See `{_command_path(error)} --help`."
+        )
+    except LogitgateError as error:
+        return _complain(error, error.exit_code, str(error))
+    except BrokenPipeError:
+        # Whoever read our output has gone; without this, Python's own flush at exit would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO_JUDGEMENT
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except SystemExit as stop:  # a library's own exit: its 1 must not read as a FAIL
+        return stop.code if stop.code in (0, EXIT_USAGE) and isinstance(stop.code, int) else EXIT_NO_JUDGEMENT
+    except BaseException as error:  # panics of compiled libraries derive from BaseException
+        what = f"unexpected {type(error).__name__}: {error}; this is a bug: run again with --debug for the traceback"
+        return _complain(error, EXIT_NO_JUDGEMENT, what)
+
+
+def run() -> NoReturn:
+    """The `logitgate` command."""
+    sys.exit(main())
+
+
+def _command_path(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "logitgate"
+
+
+def _complain(error: BaseException, code: int, message: str) -> int:
+    if os.environ.get(DEBUG) == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+    print(f"logitgate: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    run()

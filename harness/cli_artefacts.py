@@ -1,0 +1,114 @@
+"""The commands around the main job: corpora, patches, and what an artefact is. Part of `cli`, which runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+corpus_app = typer.Typer(help="Fixed texts as token ids: build, sample, look at them.", rich_markup_mode=None)
+patches_app = typer.Typer(help="Named changes of an engine: faults and benign variations.", rich_markup_mode=None)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+@corpus_app.command("build")
+def corpus_build(
+    name: Annotated[str, typer.Argument(help="A packaged manifest (quick, embedded, essay) or a TOML file.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer: a folder, a hub id, or smollm2.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    texts: Annotated[Path | None, typer.Option(help="Folder with the texts that the manifest does not ship.")] = None,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Download texts with a URL into that folder.")] = False,
+) -> None:
+    """Turn a manifest's texts into token ids, pinned and hashed."""
+    from harness.corpus import build_corpus, load_manifest, load_tokenizer, save_corpus
+    from harness.embedded import resolve_model
+    from harness.report.artefacts import corpus_line
+    from harness.report.console import progress_bar
+
+    manifest = load_manifest(name)
+    tokenizer = load_tokenizer(resolve_model(model))
+    with progress_bar("tokenising, documents") as progress:
+        corpus = build_corpus(manifest, tokenizer, tokenizer_name=model, texts=texts, fetch=fetch, progress=progress)
+    save_corpus(corpus, out)
+    print(corpus_line(out, corpus))
+
+
+@corpus_app.command("sample")
+def corpus_sample(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or smollm2.")],
+    prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "..."} or {"messages": [...]}, optionally "kind".')],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    temperature: Annotated[float, typer.Option(help="As the target task samples.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="As the target task samples.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    device_map: Annotated[str | None, typer.Option(help="Handed to accelerate, for models beyond memory.")] = None,
+) -> None:
+    """The reference's own answers to prompts, ids kept."""
+    from harness.corpus import save_corpus
+    from harness.embedded import resolve_model
+    from harness.reference_sample import sample_corpus
+    from harness.report.artefacts import corpus_line
+    from harness.report.console import progress_bar
+
+    with progress_bar("sampling, answers") as progress:
+        corpus = sample_corpus(
+            resolve_model(model),
+            prompts,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            seed=seed,
+            device_map=device_map,
+            tokenizer_name=model,
+            progress=progress,
+        )
+    save_corpus(corpus, out)
+    print(corpus_line(out, corpus))
+
+
+@corpus_app.command("show")
+def corpus_show(file: Annotated[Path, typer.Argument(help="A corpus file.")], as_json: AsJson = False) -> None:
+    """What a corpus holds: segments, kinds, depths, scored rows, sources and licences."""
+    show(file, as_json)
+
+
+@patches_app.command("list")
+def patches_list(as_json: AsJson = False) -> None:
+    """Every packaged patch: name, kind, site, phase and what it changes."""
+    from harness.patching import list_patches
+    from harness.report.artefacts import patch_facts, table
+
+    facts = [patch_facts(patch) for patch in list_patches()]
+    if as_json:
+        print(json.dumps(facts))
+        return
+    columns = ("name", "kind", "site", "phase", "summary")
+    print(table(columns, [[str(f[column]) for column in columns] for f in facts]))
+
+
+@patches_app.command("show")
+def patches_show(
+    name: Annotated[str, typer.Argument(help="NAME of a packaged patch, FILE.py or FILE.py:NAME.")],
+    as_json: AsJson = False,
+) -> None:
+    """One patch: the public bug it replays, what it changes, what should show it, what it needs."""
+    from harness.patching import load_patch
+    from harness.report.artefacts import as_text, patch_facts
+
+    patch = load_patch(name)
+    facts = patch_facts(patch)
+    print(json.dumps(facts) if as_json else f"{as_text(facts)}\n\n{patch.doc}")
+
+
+def show(
+    path: Annotated[Path, typer.Argument(help="A corpus file or a recording's folder.")], as_json: AsJson = False
+) -> None:
+    """Describe an artefact in a screen."""
+    from harness.report.artefacts import as_text, facts
+
+    found = facts(path)
+    print(json.dumps(found) if as_json else as_text(found))

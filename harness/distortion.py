@@ -1,0 +1,201 @@
+"""Are the values raw logits? Log-probs, temperatures, masks, misread bits and other vocabularies are named here.
+
+Rows can be in the right place and still not hold what the engine's head gave. As in `alignment`, columns say where to
+look, a few rows are read again, and every claim states how much better it fits than the rows as they are.
+
+Shape legend: P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.evidence import (
+    EXPLAINED,
+    MOST,
+    Array,
+    Group,
+    RowSource,
+    kl,
+    log_softmax,
+    split_groups,
+    spread,
+    suspicious_rows,
+)
+from harness.metrics import decode
+from harness.types import Columns, Finding, LogitsDtype, Phase
+
+SAMPLED_ROWS = 32
+NORMALISED_LSE = 0.05  # nats: log-probs have a log-sum-exp of zero; 16-bit rounding moves it by less than this
+LEAST_SLOPE = 0.02  # |slope - 1|, median over a phase: a hundred times what rounding does to thousands of rows
+TEMPERED = 0.5  # a temperature is named if undoing it at least halves the KL: other faults keep theirs
+SAME_PROFILE_KL = 0.02  # nats between sorted probabilities
+UNSURE_ENTROPY = 0.5  # nats: only rows with several likely ids can show that their ids were exchanged
+UNRELATED_CORRELATION = 0.1  # of logits over the vocabulary; the id frequencies alone give a broken engine more
+
+
+def distorted(
+    positions: Columns, reference: RowSource, candidate: RowSource, *, misplaced: bool
+) -> tuple[Finding, ...]:
+    """What was done to a candidate's values, as findings with their evidence; empty if they look like raw logits.
+
+    `misplaced` says that rows were already found to belong elsewhere: the search for other explanations is left
+    out then. Columns as `alignment.misplaced` takes them; rows with NaN are left out.
+    """
+    masked = _masked(positions)
+    findings = [*_normalised(positions), *masked]
+    suspicious = suspicious_rows(positions)
+    sound = positions["nan_candidate"] == 0
+    if not misplaced and suspicious.any() and suspicious.sum() >= 0.5 * sound.sum():
+        rows = spread(np.flatnonzero(suspicious), SAMPLED_ROWS)
+        logp, raw, own = _sample(positions, rows, reference, candidate)
+        strange = _misread(logp, raw, own, candidate.dtype) or _renumbered(logp, own, positions["entropy"][rows])
+        if strange := strange or _unrelated(logp, own):
+            return (*findings, *strange)
+    if not misplaced and not masked:
+        findings += _tempered(positions, sound, reference, candidate)
+    return tuple(findings)
+
+
+def _sample(
+    positions: Columns, rows: NDArray[np.int64], reference: RowSource, candidate: RowSource
+) -> tuple[NDArray[np.float64], Array, NDArray[np.float64]]:
+    """Log-probs of the reference, raw rows of the candidate and their log-probs, each [P, V]."""
+    logp, raw = [], []
+    for group, index in _by_group(positions, rows):
+        logp.append(reference.logprobs(group.segment, group.phase, index))
+        raw.append(candidate.read(group.segment, group.phase, index))
+    raw_pv = np.concatenate(raw)
+    return np.concatenate(logp), raw_pv, log_softmax(decode(raw_pv, candidate.dtype))
+
+
+def _by_group(positions: Columns, rows: NDArray[np.int64]) -> Iterator[tuple[Group, NDArray[np.int64]]]:
+    for group in split_groups(positions):
+        wanted = rows[(rows >= group.rows[0]) & (rows <= group.rows[-1])]
+        if len(wanted):
+            yield group, np.asarray(positions["index"][wanted], np.int64)
+
+
+# --------------------------------------------------------------------------- from the columns
+
+
+def _normalised(positions: Columns) -> list[Finding]:
+    """Log-probs where logits belong: a constant per row, so no KL shows it."""
+    lse, reference = positions["lse_candidate"], positions["lse_reference"]
+    finite = np.isfinite(lse)
+    if not finite.any() or np.abs(lse[finite]).max() > NORMALISED_LSE or np.median(np.abs(reference)) < 0.5:
+        return []
+    message = (
+        f"log-probs are stored where logits belong: the log-sum-exp of all {int(finite.sum())} rows is 0 (largest "
+        f"{np.abs(lse[finite]).max():.2g}; the reference's median is {np.median(reference):.2f}): capture the logits "
+        "before the log-softmax, or what happens before it goes unseen"
+    )
+    return [Finding(code="log-probs-stored", message=message, fatal=True)]
+
+
+def _masked(positions: Columns) -> list[Finding]:
+    """Ids at -inf in most rows of a phase: a sampling mask or a processor ran before the capture."""
+    findings = []
+    for phase, rows in _phases(positions):
+        masked = positions["neginf_candidate"][rows]
+        # An infinite KL says that the reference has these ids: masking what both lack is no difference.
+        share = float(np.mean((masked > 0) & np.isinf(positions["kl_full"][rows])))
+        if share < 0.5:
+            continue
+        least, most = int(masked.min()), int(masked.max())
+        what = f"{most} ids" if least == most else f"{least} to {most} ids"
+        kind = "the same number in every row, as a top-k mask leaves" if least == most else "as a top-p mask leaves"
+        message = f"{phase} rows have {what} at -inf ({share:.0%} of rows; {kind}): "
+        message += "a mask or logits processor changed the logits"
+        findings.append(Finding(code="logits-masked", message=message, fatal=False))
+    return findings
+
+
+def _tempered(
+    positions: Columns, sound: NDArray[np.bool_], reference: RowSource, candidate: RowSource
+) -> list[Finding]:
+    """One slope far from 1 for a whole phase that, undone, takes most of the KL away."""
+    findings = []
+    for phase, rows in _phases(positions):
+        rows = rows[sound[rows]]
+        slopes = positions["slope"][rows]
+        slopes = slopes[np.isfinite(slopes)]
+        if not len(slopes) or abs((slope := float(np.median(slopes))) - 1) < LEAST_SLOPE or slope <= 0:
+            continue
+        logp, _, own = _sample(positions, spread(rows, SAMPLED_ROWS), reference, candidate)
+        before, after = kl(logp, own), kl(log_softmax(slope * logp), own)
+        left = float(np.median(after) / max(float(np.median(before)), 1e-300))
+        if left > TEMPERED:
+            continue
+        message = (
+            f"{phase} logits are the reference's times {slope:.3f}, as a temperature of {1 / slope:.3f} or a wrong "
+            f"scale would give (undone, the median KL falls from {np.median(before):.2g} to {np.median(after):.2g})"
+        )
+        findings.append(Finding(code="temperature-applied", message=message, fatal=False))
+    return findings
+
+
+def _phases(positions: Columns) -> Iterator[tuple[Phase, NDArray[np.int64]]]:
+    for phase in Phase:
+        rows = np.flatnonzero(positions["phase"] == str(phase))
+        if len(rows):
+            yield phase, rows
+
+
+# --------------------------------------------------------------------------- from rows read again
+
+
+def _misread(logp: NDArray[np.float64], raw: Array, own: NDArray[np.float64], dtype: LogitsDtype) -> list[Finding]:
+    """16-bit rows labelled with the other 16-bit format: read as that, they fit."""
+    if dtype not in ("bfloat16", "float16"):
+        return []
+    other: LogitsDtype = "float16" if dtype == "bfloat16" else "bfloat16"
+    bits = raw.view(np.float16 if other == "float16" else np.uint16)
+    home, there = kl(logp, own), kl(logp, log_softmax(decode(bits, other)))
+    with np.errstate(invalid="ignore"):
+        share = float(np.mean(there < EXPLAINED * home))
+    if share < MOST:
+        return []
+    message = (
+        f"rows are labelled {dtype} but their bits are {other} (median KL {np.median(home):.2g} as labelled, "
+        f"{np.median(there):.2g} read as {other}): the recorder's logits_dtype is wrong"
+    )
+    return [Finding(code="wrong-dtype", message=message, fatal=True)]
+
+
+def _renumbered(logp: NDArray[np.float64], own: NDArray[np.float64], entropy: Array) -> list[Finding]:
+    """The same probabilities on other ids: healthy rows whose columns mean something else."""
+    unsure = entropy > UNSURE_ENTROPY
+    if unsure.sum() < 4:
+        return []
+    home = kl(logp[unsure], own[unsure])
+    there = kl(np.sort(logp[unsure], axis=-1), np.sort(own[unsure], axis=-1))
+    share = float(np.mean((there < SAME_PROFILE_KL) & (there < EXPLAINED * home)))
+    if share < MOST:
+        return []
+    message = (
+        f"the candidate gives the reference's probabilities to other ids (median KL {np.median(home):.2g}, "
+        f"{np.median(there):.2g} once both are sorted): its rows are numbered by another tokenizer, or the shards of "
+        "its vocabulary were joined in another order"
+    )
+    return [Finding(code="other-tokenizer", message=message, fatal=True)]
+
+
+def _unrelated(logp: NDArray[np.float64], own: NDArray[np.float64]) -> list[Finding]:
+    """No likeness at all. It cannot be told from outside whether the engine or its input is at fault: a FAIL."""
+    a, b = np.maximum(logp, -60.0), np.maximum(own, -60.0)
+    a, b = a - a.mean(axis=-1, keepdims=True), b - b.mean(axis=-1, keepdims=True)
+    norms = np.sqrt((a * a).sum(axis=-1) * (b * b).sum(axis=-1))
+    correlation = float(np.median((a * b).sum(axis=-1) / np.maximum(norms, 1e-300)))
+    agreeing = int((logp.argmax(axis=-1) == own.argmax(axis=-1)).sum())
+    if correlation > UNRELATED_CORRELATION or agreeing > 0.1 * len(logp):
+        return []
+    message = (
+        f"rows bear no relation to the reference's (median correlation {correlation:.2f}, the top id agrees in "
+        f"{agreeing} of {len(logp)} rows looked at): another model, text or tokenizer, or an engine that "
+        "computes something else"
+    )
+    return [Finding(code="rows-unrelated", message=message, fatal=False)]

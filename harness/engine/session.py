@@ -1,0 +1,221 @@
+"""One running offline engine that can record many times: the stock build, then patches applied and undone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from harness.corpus import check_fits
+from harness.engine.arguments import make_config, with_comparable_defaults
+from harness.engine.describe import build_from
+from harness.engine.instrument import LogprobLog
+from harness.engine.layout import TESTED_VERSIONS
+from harness.engine.plugin import ASKED
+from harness.engine.requests import ARGUMENT, ScoredRequest, plan
+from harness.errors import EngineError, LogitgateError, PatchError, UsageError
+from harness.patching import LoadedPatch
+from harness.storage import begin_recording, finish_recording
+from harness.types import Build, Corpus, Json, Manifest
+
+Progress = Callable[[int, int], None]
+"""Called with (requests done, requests in all)."""
+
+
+class EngineSession:
+    """A loaded vLLM engine, in vLLM's own process layout. Use as a context manager.
+
+    Raises UsageError for arguments vLLM refuses, EngineError if it does not start, is an untested version (unless
+    `untested` is true; the instrument check still decides), or runs without the plugin.
+    """
+
+    def __init__(self, model: str, arguments: Mapping[str, Any], *, untested: bool = False) -> None:
+        self.model = model
+        self.requested = with_comparable_defaults(arguments)
+        with _quiet_logs():
+            _refuse_untested(untested)
+            self._config = make_config(model, self.requested)
+            self._engine = _start(self._config)
+        self.facts: Mapping[str, Any] = self._call("describe")[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of a row of logits."""
+        return int(self._config.model_config.get_vocab_size())
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence the engine serves, tokens."""
+        return int(self._config.model_config.max_model_len)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._engine.engine_core.shutdown()
+
+    @contextmanager
+    def patched(self, patches: Sequence[LoadedPatch]) -> Iterator[tuple[Json, ...]]:
+        """Apply patches in every worker, undo them on leaving, and raise PatchError if one never fired."""
+        try:
+            for patch in patches:
+                self._call("patch", patch.reference)
+            yield tuple(patch.describe() for patch in patches)
+        finally:
+            fired = self._call("undo")
+        for patch in patches:
+            if all(worker.get(patch.patch.name) == 0 for worker in fired):
+                raise PatchError(
+                    f"patch {patch.reference} never fired: its hooks were not called by any worker, so this recording "
+                    "is of the unpatched engine; check the site it wraps against this engine's configuration"
+                )
+
+    def record(
+        self,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        patches: Sequence[Json] = (),
+        concurrency: int = 1,
+        prompt_rows: str = "engine",
+        resume: bool = False,
+        progress: Progress | None = None,
+    ) -> Manifest:
+        """Record every scored row of the corpus into `folder`.
+
+        `prompt_rows` is "engine" (the prompt-logprob pass, with the engine's log-probs as a check on each row) or
+        "window" (the head applied to the wanted rows only). Raises EngineError if the engine samples an id that was
+        not forced, dies, or cannot write; what was written until then stays and can be resumed.
+        """
+        if concurrency < 1:
+            raise UsageError(f"--concurrency is {concurrency}: expected at least 1")
+        check_fits(corpus, max_positions=self.max_positions, vocab_size=self.vocab_size, tokenizer_sha256=None)
+        begun = time.monotonic()
+        build = self._build(patches, concurrency, prompt_rows)
+        logits_dtype = _head_dtype(self._config)
+        present = begin_recording(
+            folder, corpus, build, vocab_size=self.vocab_size, logits_dtype=logits_dtype, resume=resume
+        )
+        self._call("begin", str(folder.resolve()), self.vocab_size, prompt_rows)
+        log = LogprobLog()
+        try:
+            self._run(plan(corpus, present.by_segment()), concurrency, prompt_rows, log, progress)
+        finally:
+            self._call("finish")
+        check = log.check(folder)
+        return finish_recording(folder, build, instrument=check, seconds=time.monotonic() - begun)
+
+    def serve_uncaptured(self, corpus: Corpus, *, concurrency: int = 1) -> float:
+        """Serve the same requests with nothing captured and nothing forced; wall seconds. For benchmarks."""
+        begun = time.monotonic()
+        self._run(plan(corpus), concurrency, "engine", log=None, progress=None)
+        return time.monotonic() - begun
+
+    def _build(self, patches: Sequence[Json], concurrency: int, prompt_rows: str) -> Build:
+        requested = {**self.requested, "concurrency": concurrency, "prompt_rows": prompt_rows}
+        return build_from(self.model, requested, self.facts, patches)
+
+    def _run(
+        self,
+        requests: Sequence[ScoredRequest],
+        concurrency: int,
+        prompt_rows: str,
+        log: LogprobLog | None,
+        progress: Progress | None,
+    ) -> None:
+        waiting = list(reversed(requests))
+        running: dict[str, ScoredRequest] = {}
+        done = 0
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                request = waiting.pop()
+                running[request.id] = request
+                self._submit(request, prompt_rows, ours=log is not None)
+            for output in self._step():
+                if output.finished:
+                    request = running.pop(output.request_id)
+                    if log is not None:
+                        log.add(request, output)
+                    done += 1
+                    if progress:
+                        progress(done, len(requests))
+
+    def _submit(self, request: ScoredRequest, prompt_rows: str, *, ours: bool) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=len(request.forced),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            prompt_logprobs=0 if request.scores_prompt and prompt_rows == "engine" else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={ARGUMENT: request.to_argument()} if ours else None,
+        )
+        params.skip_reading_prefix_cache = True if request.scores_prompt else None
+        self._engine.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, params)
+
+    def _step(self) -> list[Any]:
+        try:
+            return list(self._engine.step())
+        except Exception as error:
+            raise EngineError(
+                f"the engine stopped: {error or type(error).__name__}; its own log above says why. "
+                "What was recorded is kept; go on with --resume."
+            ) from error
+
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        try:
+            answers = self._engine.collective_rpc(f"logitgate_{name}", args=args)
+        except Exception as error:
+            raise EngineError(f"the engine's workers did not answer `{name}`: {error or type(error).__name__}") from error
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(answer["error"])
+        return [answer["ok"] for answer in answers]
+
+
+def _start(config: Any) -> Any:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    before = os.environ.get(ASKED)
+    os.environ[ASKED] = "1"
+    try:
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    except LogitgateError:
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM did not start: {error or type(error).__name__}; its own log above says why") from error
+    finally:
+        os.environ.pop(ASKED) if before is None else os.environ.__setitem__(ASKED, before)
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """vLLM's own log at warnings and up, unless the caller's environment says otherwise."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    yield
+
+
+def _refuse_untested(untested: bool) -> None:
+    import vllm
+
+    if vllm.__version__ not in TESTED_VERSIONS and not untested:
+        raise EngineError(
+            f"vLLM {vllm.__version__} was not tested with logitgate (tested: {', '.join(TESTED_VERSIONS)}); "
+            "use --untested-engine to go on: the instrument check still decides"
+        )
+
+
+def _head_dtype(config: Any) -> Any:
+    return str(config.model_config.head_dtype).removeprefix("torch.")

@@ -1,0 +1,64 @@
+"""The facts that decided a verdict, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.types import Check, Status
+
+MOST = 3
+"""Facts a verdict gives as its reasons."""
+
+_COUNTS = ("count", "count_above_margin")
+
+_WORDS = {
+    "ratio_to_floor": "mean KL20 is {value:.3g} x the floor's in {stratum}",
+    "ratio_to_baseline": "mean KL20 is {value:.3g} x the baseline's in {stratum}",
+    "twin_mean": "mean KL20 of the float32 twin is {value:.3g} nat in {stratum}",
+    "count_above_margin": "{value:.0f} of {positions} rows flip at a margin above {margin:g}",
+    "count": "{value:.0f} of {positions} rows have NaN or infinite logits",
+}
+
+
+def deciding(
+    status: Status, checks: Sequence[Check], findings: Sequence[str], held_back: Sequence[str], margin: float
+) -> tuple[str, ...]:
+    """At most three facts: for a FAIL what failed most, for the others what came nearest to its limit.
+
+    Args:
+        status: the verdict's.
+        checks: all of them; those with the verdict's own status decided.
+        findings: what the comparison found wrong: before any check in a FAIL.
+        held_back: why nothing could pass: before any check if INCONCLUSIVE.
+        margin: of the check that counts flips, in logits.
+    """
+    own = sorted((check for check in checks if check.status is status), key=_severity, reverse=True)
+    if status is Status.PASS:  # that nothing was counted is the least surprising of its facts
+        own.sort(key=lambda check: check.statistic in _COUNTS)
+    first = {Status.FAIL: findings, Status.INCONCLUSIVE: held_back, Status.PASS: ()}[status]
+    return (*first, *(_fact(check, margin) for check in own))[:MOST]
+
+
+def _severity(check: Check) -> float:
+    """How far the bound that decided lies beyond the limit; a count has no such scale and comes first."""
+    if check.statistic in _COUNTS:
+        return math.inf
+    bound = check.low if check.status is Status.FAIL else check.high
+    return math.log(bound / check.limit) if bound > 0 else -math.inf
+
+
+def _fact(check: Check, margin: float) -> str:
+    said = _WORDS[check.statistic].format(
+        value=check.value, stratum=check.stratum, positions=check.positions, margin=margin
+    )
+    if check.tier == "logic" and check.statistic in _COUNTS:
+        said = f"twin (float32): {said}"
+    if check.statistic in _COUNTS:
+        return f"{said} (allowed: {check.limit:g})"
+    if check.status is Status.FAIL:
+        return f"{said} (limit {check.limit:.3g}, lower bound {check.low:.3g})"
+    if check.status is Status.PASS:
+        return f"{said} (limit {check.limit:.3g}, upper bound {check.high:.3g})"
+    changed = "changed, explain or re-baseline: " if check.tier == "change" and check.low > check.limit else ""
+    return f"{changed}{said} (limit {check.limit:.3g}, bounds {check.low:.3g} to {check.high:.3g})"

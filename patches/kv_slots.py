@@ -1,0 +1,110 @@
+"""Cache writes that go missing or astray: a token not written, written twice, swapped with its neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from harness.patching import Hooks, Patch
+from harness.sites import attention_layers
+
+PATCHES = [
+    Patch(
+        name=f"kv_slots_{name}",
+        kind="fault",
+        site="kv.write",
+        phase=phase,
+        source=source,
+        summary=summary,
+        shows=shows,
+        fault_class=fault_class,
+        severity=severity,
+        parameters={"rule": name},
+    )
+    for name, phase, source, summary, shows, fault_class, severity in [
+        (
+            "decode_repeats",
+            "decode",
+            "vllm-project/vllm#9730",
+            "every third decode step writes the previous token's key and value",
+            "decode KL growing with step; prefill is green",
+            "spec-decode",
+            "obvious",
+        ),
+        (
+            "value_swapped",
+            "both",
+            "sgl-project/sglang#40419",
+            "values of each two neighbouring tokens of a prompt are swapped",
+            "KL and large-margin flips",
+            "kv-slots",
+            "obvious",
+        ),
+        (
+            "late_layer_skipped",
+            "decode",
+            "LMCache/LMCache#2069",
+            "the last layer does not write decoded tokens",
+            "decode KL growing with step; prefill is green",
+            "kv-slots",
+            "subtle",
+        ),
+    ]
+]
+
+
+def apply(runner: Any, rule: str) -> Hooks:
+    """Change what each layer (the last, for a skipped one) writes."""
+    hooks = Hooks()
+    layers = attention_layers(runner)
+    for layer in layers[-1:] if rule == "late_layer_skipped" else layers:
+        hooks.wrap(layer.impl, "do_kv_cache_update", RULES[rule])
+    return hooks
+
+
+def _is_decode(slots: Any) -> bool:
+    """Tokens of one step that never follow one another in the cache are one a request."""
+    return len(slots) < 2 or not bool((slots.diff() == 1).any())
+
+
+def _decode_repeats(original: Callable[..., Any]) -> Callable[..., Any]:
+    steps, last = 0, None
+
+    def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
+        nonlocal steps, last
+        if not _is_decode(slots):
+            steps, last = 0, None
+            return original(layer, key, value, cache, slots)
+        steps += 1
+        if steps % 3 == 0 and last is not None and last[0].shape == key.shape:
+            key, value = last
+        last = (key.clone(), value.clone())
+        return original(layer, key, value, cache, slots)
+
+    return update
+
+
+def _value_swapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
+        if not _is_decode(slots):
+            pairs = len(value) // 2 * 2
+            value = torch.cat((value[:pairs].unflatten(0, (-1, 2)).flip(1).flatten(0, 1), value[pairs:]))
+        return original(layer, key, value, cache, slots)
+
+    return update
+
+
+def _late_layer_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
+        return None if _is_decode(slots) else original(layer, key, value, cache, slots)
+
+    return update
+
+
+RULES = {
+    "decode_repeats": _decode_repeats,
+    "value_swapped": _value_swapped,
+    "late_layer_skipped": _late_layer_skipped,
+}

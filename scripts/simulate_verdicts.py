@@ -1,0 +1,394 @@
+"""How often is the verdict right? Synthetic and recorded noise, thousands of comparisons, through harness.stats itself.
+
+    python scripts/simulate_verdicts.py [--recorded CANDIDATE.parquet FLOOR.parquet] [--runs 2000] [-o results]
+
+writes simulation.md and simulation.json. The two Parquet files are positions.parquet of two correct builds compared
+with one reference over one corpus; the first is taken as the candidate, the second as the floor.
+
+Shape legend: N runs, D documents, Z depths, P rows of one segment in one phase, U units (segment x phase).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.gates import gate_for, load_gates
+from harness.metrics import position_metrics
+from harness.stats import Ratios, Units, ratios
+from harness.storage import load_positions
+from harness.summary import exact_interval, flip_bins
+from harness.types import OVERALL, Build
+
+Floats = NDArray[np.float64]
+Draw = Callable[["Shape", int, np.random.Generator], tuple[Floats, Floats]]
+"""Sums of KL20 per unit for candidate and floor, [N, U] each, and a true ratio of 1 in every stratum."""
+
+SEED = 20_240_607
+CHUNK = 50  # runs drawn at once
+KINDS = ("code", "prose")
+PHASES = ("decode", "prefill")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A corpus: `documents` of each kind, the same tokens of each scored at every depth, in both phases."""
+
+    name: str
+    documents: int
+    depths: tuple[int, ...]
+    rows: int  # of one segment in one phase
+    smoke: bool
+
+    def units(self) -> Units:
+        """Axes kind, document, depth, phase, flattened in this order."""
+        cells = [(k, d, z, p) for k in KINDS for d in range(self.documents) for z in self.depths for p in PHASES]
+        return Units(
+            segment=np.array([f"{k}-{d}-d{z}" for k, d, z, _ in cells]),
+            document=np.array([f"{k}-{d}" for k, d, _, _ in cells]),
+            kind=np.array([k for k, _, _, _ in cells]),
+            depth=np.array([z for _, _, z, _ in cells]),
+            phase=np.array([p for _, _, _, p in cells]),
+            rows=np.full(len(cells), self.rows),
+            of_position=np.empty(0, np.intp),
+        )
+
+
+EMBEDDED = Shape(name="embedded", documents=8, depths=(512, 2048, 7680), rows=128, smoke=False)
+QUICK = Shape(name="quick", documents=2, depths=(512, 2048), rows=64, smoke=True)
+
+
+def softmax_noise(bank: int = 3000, draws: int = 40, sigma: float = 0.05) -> tuple[Draw, dict[str, Any]]:
+    """Rows with realistic margins, and Gaussian noise of known sigma on every logit; KL20 by the product's own code.
+
+    A bank of `bank` rows x `draws` noise realisations is made once. Candidate and floor take different realisations
+    of the same row, so a row's sensitivity is shared, across depths too; its noise is not.
+    """
+    rng = np.random.default_rng(SEED)
+    vocabulary = 256
+    reference = rng.normal(size=(bank, vocabulary)) * rng.lognormal(math.log(4.0), 0.6, (bank, 1))
+    scale = sigma * rng.lognormal(0.0, 0.3, (bank, 1))  # some rows are noisier, for both builds alike
+    targets = np.zeros(bank, np.int32)
+    columns = [
+        position_metrics(reference, "float64", reference + rng.normal(size=reference.shape) * scale, "float64", targets)
+        for _ in range(draws)
+    ]
+    kl = np.stack([c["kl20"] for c in columns], axis=1)
+    pairs = [flip_bins(c, columns[(i + 1) % draws]) for i, c in enumerate(columns)]
+    bins = [
+        {
+            "margin": [pair.low, pair.high],
+            "rate_observed": sum(p[b].candidate for p in pairs) / max(1, sum(p[b].positions for p in pairs)),
+            "rate_predicted": sum(p[b].predicted for p in pairs) / max(1, sum(p[b].positions for p in pairs)),
+        }
+        for b, pair in enumerate(pairs[0])
+    ]
+
+    def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+        row = _shared(rng.integers(bank, size=(runs, 2 * shape.documents, 1, 2, shape.rows)), shape)
+        chosen = [rng.integers(draws, size=row.shape) for _ in range(2)]
+        chosen[1] = np.where(chosen[1] == chosen[0], (chosen[1] + 1) % draws, chosen[1])
+        return _sums(kl[row, chosen[0]]), _sums(kl[row, chosen[1]])
+
+    return draw, {"kl20": _quantiles(kl), "flips": bins}
+
+
+def heavy_tails(*, document: float = 0.0, token: float = 0.0, shape_of_noise: float = 6.6) -> Draw:
+    """Sensitivity lognormal, noise gamma, matched to rows measured on the engine.
+
+    Sensitivity sd 0.82 and gamma shape 6.6 give mean / median 1.5, p99 / median about 8, and a standard error of
+    0.77 / sqrt(positions) for the paired ratio, as measured. `document` and `token` are the log sd of a true ratio that
+    differs by document, or by token at all depths alike.
+    """
+
+    def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+        places = (runs, 2 * shape.documents, 1, 2, shape.rows)
+        sensitivity = _shared(rng.lognormal(0.0, 0.82, places), shape)
+        ratio = rng.lognormal(-(document**2) / 2, document, (runs, 2 * shape.documents, 1, 1, 1))
+        if token:
+            ratio = ratio * _shared(rng.lognormal(-(token**2) / 2, token, places), shape)
+        noise = [rng.gamma(shape_of_noise, 1 / shape_of_noise, sensitivity.shape) for _ in range(2)]
+        return _sums(sensitivity * noise[0] * ratio), _sums(sensitivity * noise[1])
+
+    return draw
+
+
+def recorded(candidate: Path, floor: Path) -> tuple[Draw, tuple[int, ...], int, dict[str, Any]]:
+    """Resampled rows of two real builds: documents with replacement, then blocks of 16 tokens, alike at all depths.
+
+    Scaled so that the mean ratio over all rows is 1 in each cell; within a cell ratios keep the differences they have.
+    """
+    ours, theirs = load_positions(candidate), load_positions(floor)
+    if not all(np.array_equal(ours[c], theirs[c]) for c in ("segment", "phase", "index")):
+        raise SystemExit(f"{candidate} and {floor} do not have the same rows: compare both over one corpus")
+    depths = tuple(int(z) for z in np.unique(ours["depth"]))
+    documents = [np.unique(ours["document"][ours["kind"] == kind]) for kind in KINDS]
+    count = min(len(names) for names in documents)
+    place = [ours["phase"] == phase for phase in PHASES]
+    rows = min(
+        int(np.sum((ours["document"] == d) & (ours["depth"] == z) & phase))
+        for names in documents
+        for d in names[:count]
+        for z in depths
+        for phase in place
+    )
+    table = np.empty((2, 2, count, len(depths), 2, rows))  # build, kind, document, depth, phase, row
+    for k, names in enumerate(documents):
+        for d, name in enumerate(names[:count]):
+            for z, depth in enumerate(depths):
+                for p, phase in enumerate(place):
+                    inside = np.flatnonzero((ours["document"] == name) & (ours["depth"] == depth) & phase)[-rows:]
+                    table[:, k, d, z, p] = ours["kl20"][inside], theirs["kl20"][inside]
+    raw = table.reshape(2, -1)
+    table[0] *= table[1].mean(axis=(1, 4), keepdims=True) / table[0].mean(axis=(1, 4), keepdims=True)
+    block = 16
+
+    def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+        kind = np.repeat(np.arange(2), shape.documents)[None, :, None, None, None]
+        document = rng.integers(count, size=(runs, 2 * shape.documents, 1, 1, 1))
+        start = rng.integers(rows - block + 1, size=(runs, 2 * shape.documents, 1, 2, shape.rows // block))
+        row = (start[..., None] + np.arange(block)).reshape(*start.shape[:-1], -1)
+        depth = np.arange(len(shape.depths))[None, None, :, None, None]
+        phase = np.arange(2)[None, None, None, :, None]
+        found = table[:, kind, document, depth, phase, row]
+        return _sums(found[0]), _sums(found[1])
+
+    facts = {
+        "kl20": _quantiles(raw[0]),
+        "kl20_floor": _quantiles(raw[1]),
+        "ratio": float(raw[0].mean() / raw[1].mean()),
+        "correlation_of_rows": float(np.corrcoef(raw)[0, 1]),
+        "documents_per_kind": count,
+    }
+    return draw, depths, rows, facts
+
+
+def _shared(values: NDArray[Any], shape: Shape) -> NDArray[Any]:
+    """The same tokens at every depth: the depth axis repeated."""
+    return np.repeat(values, len(shape.depths), axis=2)
+
+
+def _sums(kl: Floats) -> Floats:
+    return np.asarray(kl.sum(axis=-1).reshape(len(kl), -1), np.float64)
+
+
+def _quantiles(kl: Floats) -> dict[str, float]:
+    return {
+        "median": float(np.median(kl)),
+        "mean": float(kl.mean()),
+        "p90": float(np.quantile(kl, 0.9)),
+        "p99": float(np.quantile(kl, 0.99)),
+        "max": float(kl.max()),
+    }
+
+
+def coverage(found: Ratios) -> dict[str, list[float]]:
+    """How often the two-sided 95 % interval holds the truth, by stratum, grouped by level."""
+    inside = ((found.low(0.025) < 0) & (found.high(0.025) > 0)).mean(axis=0)
+    level = ["cells" if s.kind else "phases" if s.phase else "overall" for s in found.strata]
+    return {
+        name: [float(x) for x, at in zip(inside, level, strict=True) if at == name] for name in dict.fromkeys(level)
+    }
+
+
+def verdicts(found: Ratios, shift: Floats, limit: float, fail: float, passed: float) -> dict[str, float]:
+    """Shares of FAIL and PASS if the log ratios are shifted: a true ratio of exp(shift) scales the candidate's sums."""
+    low = found.low(fail / len(found.strata)) + shift
+    high = found.high(passed) + shift
+    failed = (low > math.log(limit)).any(axis=-1)
+    return {"FAIL": float(failed.mean()), "PASS": float(((high < math.log(limit)).all(axis=-1) & ~failed).mean())}
+
+
+def scenarios(units: Units, depths: tuple[int, ...]) -> Iterator[tuple[str, Floats]]:
+    """Name and true ratio per unit, [U]."""
+    for ratio in (0.43, 0.6, 0.8, 1.0, 1.12):
+        yield f"global x{ratio}", np.full(len(units.rows), ratio)
+    cell = (units.phase == "decode") & (units.kind == "prose") & (units.depth == depths[-1])
+    for ratio in (1.5, 2.0):
+        yield f"one cell x{ratio}", np.where(cell, ratio, 1.0)
+    for ratio in (1.8, 2.5):
+        yield f"global x{ratio}", np.full(len(units.rows), ratio)
+
+
+def study(shape: Shape, draw: Draw, runs: int) -> dict[str, Any]:
+    """Coverage and verdicts of one shape under one noise; every scenario judges the same draws, scaled."""
+    gates = load_gates(None)
+    build = Build(engine="", engine_version="", model="", model_revision=None, weights_sha256="", dtype="", device="")
+    limit = gate_for(gates, "ratio_to_floor", build, OVERALL).limit
+    units, rng = shape.units(), np.random.default_rng(SEED)
+    parts = [draw(shape, min(CHUNK, runs - start), rng) for start in range(0, runs, CHUNK)]
+    candidate, floor = (np.concatenate([part[i] for part in parts]) for i in range(2))
+    result: dict[str, Any] = {"runs": runs, "limit": limit, "coverage": {}, "verdicts": {}}
+    rules = {
+        "rule": ratios(units, candidate, floor),
+        "segments as clusters": ratios(replace(units, document=units.segment), candidate, floor),
+        "documents never borrow": ratios(units, candidate, floor, few_freedom=0),
+    }
+    result["coverage"] = {name: coverage(found) for name, found in rules.items()}
+    result["standard_error_overall"] = float(np.median(rules["rule"].error[:, 0]))
+    result["noise_per_position"] = float(np.median(rules["rule"].error[:, 3:] * np.sqrt(rules["rule"].positions[3:])))
+    for name, truth in scenarios(units, shape.depths):
+        for rule, few in (("rule", None), ("documents never borrow", 0)):
+            found = (
+                ratios(units, candidate * truth, floor)
+                if few is None
+                else ratios(units, candidate * truth, floor, few_freedom=few)
+            )
+            found = found.without_cells() if shape.smoke else found
+            zero = np.zeros(len(found.strata))
+            result["verdicts"].setdefault(name, {})[rule] = verdicts(
+                found, zero, limit, gates.fail_level, gates.pass_level
+            )
+    return result
+
+
+BARS: dict[str, tuple[str, Callable[[float], bool], str]] = {
+    **{f"global x{r}": ("FAIL", lambda x: x <= 0.01, "FAIL <= 1 %") for r in (0.43, 0.6, 0.8, 1.12)},
+    "global x1.0": ("PASS", lambda x: x >= 0.95, "PASS >= 95 %"),
+    "one cell x1.5": ("PASS", lambda x: x <= 0.01, "PASS <= 1 %"),
+    "one cell x2.0": ("FAIL", lambda x: x >= 0.95, "FAIL >= 95 %"),
+    "global x1.8": ("FAIL", lambda x: x >= 0.99, "FAIL >= 99 %"),
+}
+
+
+INTRODUCTION = """\
+Each line is the share of simulated comparisons that end in the word given, with its exact 95 % interval; most of the
+rest is INCONCLUSIVE. The bars are those of the `embedded` shape (2 kinds x 8 documents x 3 depths x (128 prefill + 128
+decode) rows). `quick` (2 kinds x 2 documents x 2 depths x 64 + 64 rows) is judged by overall and phases only: a fault
+in one cell is not its to see. All scenarios of a noise judge the same draws, scaled.
+
+The noises:
+
+- `softmax`: Gaussian noise of known sigma on logits with realistic margins, KL20 by the product's code.
+- `heavy tails`: lognormal sensitivity x gamma noise, matched to quantiles and pairing measured on the engine.
+- `document 0.05`, `document 0.1`, `token 0.5`: the same, but the true ratio itself differs by document (log sd), or
+  by token at all depths alike. Stress, beyond what the bars ask.
+- `recorded`: rows of two real correct builds, documents and blocks of 16 tokens resampled (if it was given).
+
+The rules of coverage: `rule` is what the judge uses; `segments as clusters` would treat segments of one document at
+several depths as independent; `documents never borrow` would leave the variance of few documents to themselves.
+"""
+
+
+def render(results: dict[str, Any], command: str) -> str:
+    """The results as Markdown."""
+    lines = ["# How often the verdict is right", "", "Made by", "", f"    {command}", ""]
+    lines += [*INTRODUCTION.splitlines(), ""]
+    for shape, by_noise in results["shapes"].items():
+        lines += [f"## {shape}", "", "### Verdicts", ""]
+        lines += [
+            "| scenario | bar |" + "".join(f" {noise} |" for noise in by_noise),
+            "|---|---|" + "---|" * len(by_noise),
+        ]
+        for name in next(iter(by_noise.values()))["verdicts"]:
+            word, test, bar = BARS.get(name, ("FAIL", lambda _: True, "-"))
+            cells = [
+                _cell(one["verdicts"][name]["rule"], word, one["runs"], test if shape == "embedded" else None)
+                for one in by_noise.values()
+            ]
+            lines.append(f"| {name} | {bar} | " + " | ".join(cells) + " |")
+        lines += ["", "### Coverage of the 95 % intervals, in percent", ""]
+        lines += ["| clusters of overall and phases | level |" + "".join(f" {noise} |" for noise in by_noise)]
+        lines += ["|---|---|" + "---|" * len(by_noise)]
+        for rule in ("rule", "segments as clusters", "documents never borrow"):
+            for level in ("overall", "phases", "cells"):
+                if rule != "rule" and level == "cells":
+                    continue
+                cells = [_range(one["coverage"][rule][level]) for one in by_noise.values()]
+                lines.append(f"| {rule} | {level} | " + " | ".join(cells) + " |")
+        lines.append("")
+        if shape == "quick":
+            lines += ["### What borrowing from the cells buys (FAIL in percent: rule / documents never borrow)", ""]
+            lines += ["| scenario |" + "".join(f" {noise} |" for noise in by_noise), "|---|" + "---|" * len(by_noise)]
+            for name in ("global x1.12", "global x1.8", "global x2.5"):
+                both = [
+                    [one["verdicts"][name][r]["FAIL"] for r in ("rule", "documents never borrow")]
+                    for one in by_noise.values()
+                ]
+                lines.append(f"| {name} | " + " | ".join(f"{100 * a:.1f} / {100 * b:.1f}" for a, b in both) + " |")
+            lines.append("")
+    return "\n".join(lines + _facts(results))
+
+
+def _cell(shares: dict[str, float], word: str, runs: int, test: Callable[[float], bool] | None) -> str:
+    low, high = exact_interval(round(shares[word] * runs), runs)
+    mark = "" if test is None or test(shares[word]) else " **missed**"
+    return f"{word} {100 * shares[word]:.1f} ({100 * low:.1f} to {100 * high:.1f}){mark}"
+
+
+def _range(shares: list[float]) -> str:
+    low, high = 100 * min(shares), 100 * max(shares)
+    return f"{low:.1f}" if len(shares) == 1 else f"{low:.1f} to {high:.1f} (mean {100 * sum(shares) / len(shares):.1f})"
+
+
+def _facts(results: dict[str, Any]) -> list[str]:
+    lines = ["## The noise", ""]
+    for name, facts in results["noise"].items():
+        said = [f"{key} {_number(value)}" for key, value in facts.items() if key != "flips"]
+        lines.append(f"- `{name}`: {', '.join(said)}")
+    for noise, one in results["shapes"]["embedded"].items():
+        lines.append(
+            f"- `{noise}`: standard error of the log ratio {one['standard_error_overall']:.4f} overall; "
+            f"in a cell, times sqrt(positions), {one['noise_per_position']:.2f}"
+        )
+    flips = results["noise"]["softmax"]["flips"]
+    lines += ["", "Flips of the softmax noise, observed and predicted from the floor's logit error, by margin:", ""]
+    lines += ["| margin | observed % | predicted % |", "|---|---|---|"]
+    for b in flips:
+        low, high = b["margin"]
+        lines.append(f"| {low:g} to {high:g} | {100 * b['rate_observed']:.3f} | {100 * b['rate_predicted']:.3f} |")
+    return [*lines, ""]
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {_number(one)}" for key, one in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Run the study and write its results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--recorded", nargs=2, type=Path, metavar=("CANDIDATE", "FLOOR"), help="positions.parquet of two correct builds"
+    )
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("-o", "--output", type=Path, default=Path("results"))
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    softmax, softmax_facts = softmax_noise()
+    sources: dict[str, Draw] = {
+        "softmax": softmax,
+        "heavy tails": heavy_tails(),
+        "document 0.05": heavy_tails(document=0.05),
+        "document 0.1": heavy_tails(document=0.1),
+        "token 0.5": heavy_tails(token=0.5),
+    }
+    results: dict[str, Any] = {"noise": {"softmax": softmax_facts}, "shapes": {}}
+    real = recorded(*arguments.recorded) if arguments.recorded else None
+    if real:
+        results["noise"]["recorded"] = real[3]
+    for shape in (EMBEDDED, QUICK):
+        results["shapes"][shape.name] = {name: study(shape, draw, arguments.runs) for name, draw in sources.items()}
+        if real:
+            fitted = replace(shape, depths=real[1][: len(shape.depths)], rows=min(shape.rows, real[2]))
+            results["shapes"][shape.name]["recorded"] = study(fitted, real[0], arguments.runs)
+    flags = "--recorded CANDIDATE.parquet FLOOR.parquet " if real else ""
+    command = f"python scripts/simulate_verdicts.py {flags}--runs {arguments.runs} -o {arguments.output}"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "simulation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (arguments.output / "simulation.md").write_text(render(results, command), encoding="utf-8")
+    print(f"{arguments.output / 'simulation.md'} written in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

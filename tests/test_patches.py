@@ -1,0 +1,188 @@
+"""Every packaged patch on the real engine: it loads, fires, changes the rows it says, and its undo leaves no bit behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from harness.patching import LoadedPatch, list_patches, load_patch
+
+pytest.importorskip("vllm")
+
+PATCHES = list_patches()
+HOOKED = [p for p in PATCHES if p.function is not None]
+LENGTHS = (400, 300, 20)  # one prompt past the first 256 positions by a margin, one by a little, one short
+DECODED = 5
+ENGINE = {"enforce_eager": True, "dtype": "bfloat16"}  # what the engine below was started with
+
+
+class Rows(NamedTuple):
+    """Logits of one run, bf16 as f32, by the kind of step that made them."""
+
+    prefill: np.ndarray
+    decode: np.ndarray
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One in-process engine over a tiny random Llama: heads of 64, three query heads per KV head."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = dict(os.environ)
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_PLUGINS=""
+    )
+    from vllm import LLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=384,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.06,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=4,
+        block_size=32,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    yield llm
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def runner(engine: Any) -> Any:
+    return engine.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+@pytest.fixture(scope="module")
+def stock(engine: Any, runner: Any) -> Rows:
+    return run(engine, runner)
+
+
+def run(engine: Any, runner: Any) -> Rows:
+    """Logits of the fixed prompts, all requests at once, as `compute_logits` gives them."""
+    from vllm import SamplingParams
+
+    decoding = False
+    kept: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    shapes: list[tuple[int, ...]] = []
+    model, execute = runner.get_model(), runner.execute_model
+    compute = model.compute_logits
+
+    def compute_logits(hidden: Any) -> Any:
+        logits = compute(hidden)
+        kept[decoding].append(logits.float().numpy().copy())
+        shapes.append(tuple(logits.shape))
+        return logits
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal decoding
+        decoding = max(scheduler_output.num_scheduled_tokens.values(), default=0) == 1
+        return execute(scheduler_output, *args, **kwargs)
+
+    model.compute_logits, runner.execute_model = compute_logits, execute_model
+    try:
+        generator = np.random.default_rng(1)
+        prompts = [{"prompt_token_ids": generator.integers(0, 320, n).tolist()} for n in LENGTHS]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False, prompt_logprobs=0
+        )
+        engine.generate(prompts, sampling, use_tqdm=False)
+    finally:
+        del model.compute_logits, runner.execute_model
+    return Rows(np.concatenate(kept[False]), np.concatenate(kept[True]), tuple(shapes))
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def test_the_engine_repeats_itself(engine: Any, runner: Any, stock: Rows) -> None:
+    again = run(engine, runner)
+    assert same(stock.prefill, again.prefill)
+    assert same(stock.decode, again.decode)
+    assert np.isfinite(stock.prefill).all()
+    assert len(stock.decode) == len(LENGTHS) * (DECODED - 1)
+
+
+@pytest.mark.parametrize("patch", HOOKED, ids=lambda p: p.patch.name)
+def test_patch_changes_what_it_says_and_is_undone(patch: LoadedPatch, engine: Any, runner: Any, stock: Rows) -> None:
+    if patch.patch.engine.get("dtype", ENGINE["dtype"]) != ENGINE["dtype"]:
+        pytest.skip(f"needs an engine of dtype {patch.patch.engine['dtype']}")
+    applied = patch.apply(runner)
+    try:
+        changed = run(engine, runner)
+        fired = applied.fired
+    finally:
+        applied.undo()
+    restored = run(engine, runner)
+    assert same(stock.prefill, restored.prefill), "the undo left something behind in prefill"
+    assert same(stock.decode, restored.decode), "the undo left something behind in decode"
+    assert fired, "none of its hooks was called"
+    if not patch.patch.changes_rows:
+        assert same(stock.prefill, changed.prefill)
+        assert same(stock.decode, changed.decode)
+        return
+    if patch.patch.phase != "decode":
+        assert not same(stock.prefill, changed.prefill), "no prefill row changed"
+    else:
+        assert same(stock.prefill, changed.prefill), "a decode fault changed prefill rows"
+        assert not same(stock.decode, changed.decode), "no decode row changed"
+    if patch.patch.kind == "benign":
+        assert np.isfinite(changed.prefill).all()
+        assert np.abs(changed.prefill - stock.prefill).max() < 0.5
+
+
+def test_no_two_patches_do_the_same(engine: Any, runner: Any) -> None:
+    seen: dict[bytes, str] = {}
+    for patch in HOOKED:
+        if not patch.patch.changes_rows or patch.patch.engine.get("dtype", ENGINE["dtype"]) != ENGINE["dtype"]:
+            continue
+        applied = patch.apply(runner)
+        try:
+            rows = run(engine, runner)
+        finally:
+            applied.undo()
+        key = rows.prefill.tobytes() + rows.decode.tobytes()
+        assert key not in seen, f"{patch.patch.name} gives the same rows as {seen[key]}"
+        seen[key] = patch.patch.name
+
+
+def test_references_load_in_another_process() -> None:
+    """What travels to a worker is a string; it must find exactly the same patch there."""
+    for patch in PATCHES:
+        again = load_patch(patch.reference)
+        assert (again.patch, again.sha256) == (patch.patch, patch.sha256)
+
+
+def test_every_patch_is_documented() -> None:
+    for patch in PATCHES:
+        assert len(patch.doc) > 40, patch.patch.name
+        assert patch.patch.source, patch.patch.name
+        assert patch.patch.shows, patch.patch.name
+        assert (patch.patch.severity == "none") == (patch.patch.kind == "benign"), patch.patch.name
+        assert Path(patch.path).stem in patch.path.name
