@@ -115,14 +115,15 @@ def reference(
 
     Full-vocabulary logits at every scored position, in f32 unless `--dtype` says otherwise.
     """
+    _require_one_of("--dtype", dtype, ("float32", "bfloat16", "float64"))
+    _require_one_of("--weights", weights, ("original", "dequantised"))
+
     from harness.corpus import load_corpus
     from harness.embedded import resolve_model
     from harness.reference import record_reference
     from harness.report.artefacts import recording_line
     from harness.report.console import progress_bar
 
-    _require_one_of("--dtype", dtype, ("float32", "bfloat16", "float64"))
-    _require_one_of("--weights", weights, ("original", "dequantised"))
     loaded = load_corpus(corpus)
     with progress_bar(f"reference {dtype}, rows") as progress:
         manifest = record_reference(

@@ -43,27 +43,28 @@ def corpus_sample(
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
     temperature: Annotated[float, typer.Option(help="As the target task samples.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="As the target task samples.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    name: Annotated[str, typer.Option(help="The corpus's name.")] = "sampled",
     device_map: Annotated[str | None, typer.Option(help="Handed to accelerate, for models beyond memory.")] = None,
 ) -> None:
     """The reference's own answers to prompts, ids kept."""
     from harness.corpus import save_corpus
     from harness.embedded import resolve_model
-    from harness.reference_sample import sample_corpus
     from harness.report.artefacts import corpus_line
     from harness.report.console import progress_bar
+    from harness.sampling import sample_corpus
 
     with progress_bar("sampling, answers") as progress:
         corpus = sample_corpus(
             resolve_model(model),
             prompts,
+            name=name,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            max_tokens=max_tokens,
             seed=seed,
             device_map=device_map,
-            tokenizer_name=model,
             progress=progress,
         )
     save_corpus(corpus, out)

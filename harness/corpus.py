@@ -150,8 +150,8 @@ def check_fits(corpus: Corpus, *, max_positions: int, vocab_size: int, tokenizer
     if len(longest.token_ids) > max_positions:
         count = sum(len(segment.token_ids) > max_positions for segment in corpus.segments)
         raise UsageError(
-            f"{count} of {len(corpus.segments)} segments of corpus {corpus.name!r} are longer than the model's context, "
-            f"{max_positions:,} tokens; the longest, {longest.id}, has {len(longest.token_ids):,}: use a smaller corpus"
+            f"the model's context is {max_positions:,} tokens; {count} of {len(corpus.segments)} segments of corpus "
+            f"{corpus.name!r} are longer, {longest.id} has {len(longest.token_ids):,}: use a smaller corpus"
         )
     highest = max(int(segment.token_ids.max()) for segment in corpus.segments)
     if highest >= vocab_size:
@@ -229,7 +229,7 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
 
 
 def load_corpus(path: Path) -> Corpus:
-    """Read a corpus file. Raises StorageError if it is missing, truncated, altered, not a corpus, or newer than this."""
+    """Read a corpus file. Raises StorageError if it is missing, truncated, altered, newer, or not a corpus."""
     if not path.is_file():
         raise StorageError(f"there is no corpus file {path}: build one with `logitgate corpus build`")
     try:

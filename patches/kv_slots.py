@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.patching import Hooks, Patch
-from harness.sites import attention_layers
+from harness.sites import Step, attention_layers, watch_steps
 
 PATCHES = [
     Patch(
@@ -56,23 +56,19 @@ PATCHES = [
 def apply(runner: Any, rule: str) -> Hooks:
     """Change what each layer (the last, for a skipped one) writes."""
     hooks = Hooks()
+    step = watch_steps(hooks, runner)
     layers = attention_layers(runner)
     for layer in layers[-1:] if rule == "late_layer_skipped" else layers:
-        hooks.wrap(layer.impl, "do_kv_cache_update", RULES[rule])
+        hooks.wrap(layer.impl, "do_kv_cache_update", lambda original: RULES[rule](original, step))
     return hooks
 
 
-def _is_decode(slots: Any) -> bool:
-    """Tokens of one step that never follow one another in the cache are one a request."""
-    return len(slots) < 2 or not bool((slots.diff() == 1).any())
-
-
-def _decode_repeats(original: Callable[..., Any]) -> Callable[..., Any]:
+def _decode_repeats(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
     steps, last = 0, None
 
     def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
         nonlocal steps, last
-        if not _is_decode(slots):
+        if not step.decode:
             steps, last = 0, None
             return original(layer, key, value, cache, slots)
         steps += 1
@@ -84,11 +80,11 @@ def _decode_repeats(original: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-def _value_swapped(original: Callable[..., Any]) -> Callable[..., Any]:
+def _value_swapped(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
     import torch
 
     def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
-        if not _is_decode(slots):
+        if not step.decode:
             pairs = len(value) // 2 * 2
             value = torch.cat((value[:pairs].unflatten(0, (-1, 2)).flip(1).flatten(0, 1), value[pairs:]))
         return original(layer, key, value, cache, slots)
@@ -96,9 +92,9 @@ def _value_swapped(original: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-def _late_layer_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
+def _late_layer_skipped(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
     def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
-        return None if _is_decode(slots) else original(layer, key, value, cache, slots)
+        return None if step.decode else original(layer, key, value, cache, slots)
 
     return update
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.patching import Hooks, Patch
-from harness.sites import EAGER, rope_modules
+from harness.sites import EAGER, Step, rope_modules, watch_steps
 
 CHUNK = 256
 
@@ -62,47 +62,35 @@ PATCHES = [
 
 
 def apply(runner: Any, rule: str) -> Hooks:
-    """Change positions on their way into every rotary embedding.
-
-    Requests are told apart by where positions fall; a step whose positions never follow one another is decode.
-    """
+    """Change positions on their way into every rotary embedding."""
     hooks = Hooks()
+    step = watch_steps(hooks, runner)
     for rope in rope_modules(runner):
-        hooks.wrap(rope, "forward", RULES[rule])
+        hooks.wrap(rope, "forward", lambda original: RULES[rule](original, step))
     return hooks
 
 
-def _is_decode(positions: Any) -> bool:
-    return len(positions) < 2 or not bool((positions.diff() == 1).any())
+def _decode_zero(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
+    return lambda positions, query, key=None: original(positions * 0 if step.decode else positions, query, key)
 
 
-def _decode_zero(original: Callable[..., Any]) -> Callable[..., Any]:
+def _query_plus_one(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
     def forward(positions: Any, query: Any, key: Any = None) -> Any:
-        return original(positions * 0 if _is_decode(positions) else positions, query, key)
-
-    return forward
-
-
-def _query_plus_one(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(positions: Any, query: Any, key: Any = None) -> Any:
-        if not _is_decode(positions):
+        if not step.decode:
             return original(positions, query, key)
-        _, rotated = original(positions, query.clone(), key)
-        return original(positions + 1, query, key.clone())[0], rotated
+        late_query, _ = original(positions + 1, query.clone(), key.clone())  # the rotation works in place
+        return late_query, original(positions, query, key)[1]
 
     return forward
 
 
-def _chunk_relative(original: Callable[..., Any]) -> Callable[..., Any]:
+def _chunk_relative(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
+    return lambda positions, query, key=None: original(positions if step.decode else positions % CHUNK, query, key)
+
+
+def _batch_first_row(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
     def forward(positions: Any, query: Any, key: Any = None) -> Any:
-        return original(positions if _is_decode(positions) else positions % CHUNK, query, key)
-
-    return forward
-
-
-def _batch_first_row(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(positions: Any, query: Any, key: Any = None) -> Any:
-        if _is_decode(positions):
+        if step.decode:
             positions = positions.clone()
             positions[1:] = 0
         return original(positions, query, key)

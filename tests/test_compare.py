@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import harness.compare as compare_module
 from harness.compare import BASELINE_COLUMNS, PLACE_COLUMNS, REFERENCE_PHASE, compare, compare_self
 from harness.errors import LogitgateError, MismatchError, StorageError
 from harness.metrics import COLUMNS, position_metrics
-from harness.storage import PartWriter, begin_recording, finish_recording
+from harness.pairing import open_held
+from harness.storage import PartWriter, Recording, begin_recording, finish_recording
 from harness.types import Block, Phase
 from harness.worst import describe_positions, worst_positions, worst_rows
 from tests.synthetic import (
@@ -220,6 +223,31 @@ def test_an_incomplete_recording_says_what_is_missing(reference: Path, tmp_path:
     finish_recording(folder, make_build(), gaps_reason="killed")
     with pytest.raises(StorageError, match=rf"{len(indices)} of {CORPUS.rows} expected rows.*code-00-d32.*killed"):
         compare(reference, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda block: replace(block, targets=block.targets + 1), "other tokens: the candidate"),
+        (
+            lambda block: replace(block, indices=block.indices + 1),
+            "lacks 1 rows it should have, first code-00-d32",
+        ),
+    ],
+)
+def test_rows_other_than_the_corpus_asks_for_are_refused(
+    change: Callable[[Block], Block], words: str, reference: Path
+) -> None:
+    class Wrong(Recording):
+        def read(self, segment: str, phase: Phase, indices: NDArray[np.int64] | None = None) -> Block:
+            return change(super().read(segment, phase, indices))
+
+    held = open_held(reference, "candidate")
+    segment = CORPUS.segment("code-00-d32")
+    held.read(segment, Phase.DECODE, segment.indices(Phase.DECODE))
+    held.recording = Wrong(reference)
+    with pytest.raises(MismatchError, match=words):
+        held.read(segment, Phase.DECODE, segment.indices(Phase.DECODE))
 
 
 @pytest.mark.parametrize("role", ["reference", "floor", "baseline"])

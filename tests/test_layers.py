@@ -13,6 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "harness"
 
+REFERENCE = ("reference", "reference_f64", "reference_model", "sampling")
+
 # Lowest first. A module may import its own component and any component of a lower layer, never a neighbour's.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"base": ("__init__", "errors", "types", "_data", "_environment", "_files")},
@@ -29,7 +31,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "engine": ("engine",),
-        "reference": ("reference", "reference_f64", "reference_model", "reference_sample"),
+        "reference": REFERENCE,
         "report": ("report",),
     },
     {"cli": ("cli", "cli_artefacts", "demo")},
@@ -39,11 +41,8 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 TORCH_LAZILY = ("corpus", "embedded", "patching", "rounding", "sites")
 FENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("engine",), ()),
-    "torch": (("engine", "reference", "reference_f64", "reference_model"), TORCH_LAZILY),
-    "transformers": (
-        ("reference", "reference_f64", "reference_model", "reference_sample"),
-        ("engine", "corpus", "embedded"),
-    ),
+    "torch": (("engine", *REFERENCE), TORCH_LAZILY),
+    "transformers": (REFERENCE, ("engine", "corpus", "embedded")),
     "pyarrow": (("storage", "_part_writer", "_parts", "corpus"), ()),
     "numba": (("metrics", "_kernels", "_widen"), ()),
     "rich": (("report",), ()),
@@ -201,7 +200,7 @@ def test_judging_and_reporting_import_without_any_engine() -> None:
     modules = [
         f"harness.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in ("engine",) and not path.name.startswith("reference")
+        if path.relative_to(PACKAGE).parts[0] not in ("engine",) and path.stem not in REFERENCE
     ]
     assert "harness.compare" in modules
     done = run_without(ENGINES, "\n".join(f"import {module}" for module in modules))

@@ -279,12 +279,12 @@ def test_a_temperature_shows_as_the_slope(temperature: float) -> None:
 
 
 def test_ties_go_to_the_lower_id_on_both_sides() -> None:
-    got = columns_of([[1, 3, 3, 0], [3, 3, 0, 0]], [[1, 3, 3, 3], [0, 3, 3, 3]])
-    assert got["margin"].tolist() == [0, 0]
-    assert got["top1_reference"].tolist() == [1, 0]
-    assert got["top1_candidate"].tolist() == [1, 1]
-    assert got["rank"].tolist() == [0, 3]
-    assert got["flip"].tolist() == [False, True]
+    got = columns_of([[1, 3, 3, 0], [3, 3, 0, 0], [0, 0, 5, 5]], [[1, 3, 3, 3], [0, 3, 3, 3], [1, 1, 1, 1]])
+    assert got["margin"].tolist() == [0, 0, 0]
+    assert got["top1_reference"].tolist() == [1, 0, 2]
+    assert got["top1_candidate"].tolist() == [1, 1, 0]
+    assert got["rank"].tolist() == [0, 3, 2]
+    assert got["flip"].tolist() == [False, True, True]
 
 
 def test_tied_ids_at_the_edge_of_the_top_20_enter_lower_first() -> None:
@@ -292,6 +292,12 @@ def test_tied_ids_at_the_edge_of_the_top_20_enter_lower_first() -> None:
     candidate[20] = 5.0  # id 20 ties with 0..19 in the reference and is the twenty-first
     got = columns_of(np.zeros(30), candidate)
     assert got["mass20"][0] == pytest.approx(20 / (29 + math.exp(5)), rel=1e-14)
+
+
+def test_a_bucket_that_all_but_vanishes_is_still_measured() -> None:
+    reference = noisy(1, 60, 0.0)[0]
+    candidate = np.where(reference >= np.sort(reference)[:, -20:-19], reference, reference - 33.3)
+    assert_agrees(reference, candidate, [0], columns_of(reference, candidate))
 
 
 def test_sharp_rows_keep_the_relative_precision_of_their_tails() -> None:
@@ -317,6 +323,10 @@ def test_a_candidate_that_rules_out_what_the_reference_allows_is_infinitely_far(
     assert got["neginf_candidate"].tolist() == [1, 1]
     assert got["error_weighted"].tolist() == [np.inf, np.inf]
     assert np.isnan(got["slope"]).all()
+    swapped = columns_of(candidate, reference)  # the reference rules out what the candidate allows
+    assert swapped["kl_reverse"].tolist() == swapped["error_plain"].tolist() == [np.inf, np.inf]
+    assert np.isfinite(swapped["kl_full"]).all()
+    assert np.isfinite(swapped["error_weighted"]).all()
 
 
 def test_an_emptied_bucket_is_infinitely_far() -> None:
@@ -373,7 +383,7 @@ def test_row_summary_agrees_with_numpy(dtype: LogitsDtype, vocabulary: int, k: i
     assert [a.dtype.name for a in (lse, ids, logits)] == ["float64", "int32", "float32"]
 
 
-@pytest.mark.parametrize("row", [np.arange(3000.0), -np.arange(3000.0), np.zeros(3000)])
+@pytest.mark.parametrize("row", [np.arange(3000.0), np.arange(3000) * 1e-7, -np.arange(3000.0), np.zeros(3000)])
 def test_top_ids_of_ordered_rows(row: NDArray[Any]) -> None:
     np.testing.assert_array_equal(row_summary(row[None], "float64")[1][0], order(row)[:64])
 
@@ -411,6 +421,10 @@ def test_kernels_read_all_16_bit_codes_as_decode_does(dtype: LogitsDtype) -> Non
     finite = np.isfinite(want)
     np.testing.assert_array_equal(lse[finite], want[finite].astype(np.float64))
     np.testing.assert_array_equal(logits[finite, 0], want[finite])
+    beside_zero = np.hstack([raw, np.zeros_like(raw)])
+    got = position_metrics(np.zeros((1 << 16, 2)), "float64", beside_zero, dtype, np.zeros(1 << 16, np.int32))
+    np.testing.assert_array_equal(got["nan_candidate"], np.isnan(want) | np.isposinf(want))
+    np.testing.assert_array_equal(got["neginf_candidate"], np.isneginf(want))
 
 
 def test_exp_is_right_to_one_unit_in_the_last_place() -> None:

@@ -800,6 +800,10 @@ def test_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- memory
 
 
+COUNTING_POOL = pa.proxy_memory_pool(pa.default_memory_pool())
+"""Lives as long as the process: Arrow frees its buffers into it whenever they are collected."""
+
+
 def test_reading_and_writing_hold_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrow's own pool, over a recording thirty times as large as what it may hold."""
     group = 64 * V * 2
@@ -819,7 +823,7 @@ def test_reading_and_writing_hold_one_row_group(tmp_path: Path, monkeypatch: pyt
     )
     size = block.logits.nbytes
     default = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(default)
+    pool = COUNTING_POOL
     pa.set_memory_pool(pool)
     try:
         write_recording(tmp_path / "r", corpus, BUILD, [block], vocab_size=V, logits_dtype="bfloat16")
