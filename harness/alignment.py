@@ -94,9 +94,9 @@ def _find_shift(
 
 
 def kl_at_shifts(
-    reference_logp_wv: NDArray[np.float64],
+    reference_logp_wv: NDArray[np.floating],
     reference_index_w: NDArray[np.int64],
-    candidate_logp_pv: NDArray[np.float64],
+    candidate_logp_pv: NDArray[np.floating],
     candidate_index_p: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """KL of each candidate row against the reference at its own index and at index + each of SHIFTS.

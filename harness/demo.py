@@ -12,7 +12,13 @@ from harness.types import Comparison, Corpus, LogitsDtype, Status, Verdict
 
 CORPUS = "quick"
 FAULT = "rope_bf16_positions"
-ENGINE = {"dtype": "bfloat16", "enforce_eager": True}
+ENGINE = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    # Room for one request of the model's full context. By default vLLM takes nearly all memory, and does not start on a
+    # machine that does anything else.
+    "kv_cache_memory_bytes": 512 << 20,
+}
 
 Say = Callable[[str], None]
 Show = Callable[[Comparison, Verdict], None]

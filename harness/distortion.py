@@ -15,18 +15,20 @@ from numpy.typing import NDArray
 
 from harness.evidence import (
     EXPLAINED,
+    LEAST_LOGPROB,
     MOST,
     Array,
     Group,
     RowSource,
     kl,
-    log_softmax,
+    logprobs,
     split_groups,
     spread,
     suspicious_rows,
 )
-from harness.metrics import decode
 from harness.types import Columns, Finding, LogitsDtype, Phase
+
+LogProbs = NDArray[np.float32]
 
 SAMPLED_ROWS = 32
 NORMALISED_LSE = 0.05  # nats: log-probs have a log-sum-exp of zero; 16-bit rounding moves it by less than this
@@ -62,14 +64,14 @@ def distorted(
 
 def _sample(
     positions: Columns, rows: NDArray[np.int64], reference: RowSource, candidate: RowSource
-) -> tuple[NDArray[np.float64], Array, NDArray[np.float64]]:
+) -> tuple[LogProbs, Array, LogProbs]:
     """Log-probs of the reference, raw rows of the candidate and their log-probs, each [P, V]."""
     logp, raw = [], []
     for group, index in _by_group(positions, rows):
         logp.append(reference.logprobs(group.segment, group.phase, index))
         raw.append(candidate.read(group.segment, group.phase, index))
     raw_pv = np.concatenate(raw)
-    return np.concatenate(logp), raw_pv, log_softmax(decode(raw_pv, candidate.dtype))
+    return np.concatenate(logp), raw_pv, logprobs(raw_pv, candidate.dtype)
 
 
 def _by_group(positions: Columns, rows: NDArray[np.int64]) -> Iterator[tuple[Group, NDArray[np.int64]]]:
@@ -126,7 +128,7 @@ def _tempered(
         if not len(slopes) or abs((slope := float(np.median(slopes))) - 1) < LEAST_SLOPE or slope <= 0:
             continue
         logp, _, own = _sample(positions, spread(rows, SAMPLED_ROWS), reference, candidate)
-        before, after = kl(logp, own), kl(log_softmax(slope * logp), own)
+        before, after = kl(logp, own), kl(logprobs(np.float32(slope) * logp, "float32"), own)
         left = float(np.median(after) / max(float(np.median(before)), 1e-300))
         if left > TEMPERED:
             continue
@@ -148,13 +150,13 @@ def _phases(positions: Columns) -> Iterator[tuple[Phase, NDArray[np.int64]]]:
 # --------------------------------------------------------------------------- from rows read again
 
 
-def _misread(logp: NDArray[np.float64], raw: Array, own: NDArray[np.float64], dtype: LogitsDtype) -> list[Finding]:
+def _misread(logp: LogProbs, raw: Array, own: LogProbs, dtype: LogitsDtype) -> list[Finding]:
     """16-bit rows labelled with the other 16-bit format: read as that, they fit."""
     if dtype not in ("bfloat16", "float16"):
         return []
     other: LogitsDtype = "float16" if dtype == "bfloat16" else "bfloat16"
     bits = raw.view(np.float16 if other == "float16" else np.uint16)
-    home, there = kl(logp, own), kl(logp, log_softmax(decode(bits, other)))
+    home, there = kl(logp, own), kl(logp, logprobs(bits, other))
     with np.errstate(invalid="ignore"):
         share = float(np.mean(there < EXPLAINED * home))
     if share < MOST:
@@ -166,7 +168,7 @@ def _misread(logp: NDArray[np.float64], raw: Array, own: NDArray[np.float64], dt
     return [Finding(code="wrong-dtype", message=message, fatal=True)]
 
 
-def _renumbered(logp: NDArray[np.float64], own: NDArray[np.float64], entropy: Array) -> list[Finding]:
+def _renumbered(logp: LogProbs, own: LogProbs, entropy: Array) -> list[Finding]:
     """The same probabilities on other ids: healthy rows whose columns mean something else."""
     unsure = entropy > UNSURE_ENTROPY
     if unsure.sum() < 4:
@@ -184,12 +186,9 @@ def _renumbered(logp: NDArray[np.float64], own: NDArray[np.float64], entropy: Ar
     return [Finding(code="other-tokenizer", message=message, fatal=True)]
 
 
-def _unrelated(logp: NDArray[np.float64], own: NDArray[np.float64]) -> list[Finding]:
+def _unrelated(logp: LogProbs, own: LogProbs) -> list[Finding]:
     """No likeness at all. It cannot be told from outside whether the engine or its input is at fault: a FAIL."""
-    a, b = np.maximum(logp, -60.0), np.maximum(own, -60.0)
-    a, b = a - a.mean(axis=-1, keepdims=True), b - b.mean(axis=-1, keepdims=True)
-    norms = np.sqrt((a * a).sum(axis=-1) * (b * b).sum(axis=-1))
-    correlation = float(np.median((a * b).sum(axis=-1) / np.maximum(norms, 1e-300)))
+    correlation = float(np.median([_correlation(p, q) for p, q in zip(logp, own, strict=True)]))
     agreeing = int((logp.argmax(axis=-1) == own.argmax(axis=-1)).sum())
     if correlation > UNRELATED_CORRELATION or agreeing > 0.1 * len(logp):
         return []
@@ -199,3 +198,10 @@ def _unrelated(logp: NDArray[np.float64], own: NDArray[np.float64]) -> list[Find
         "computes something else"
     )
     return [Finding(code="rows-unrelated", message=message, fatal=False)]
+
+
+def _correlation(logp_v: Array, logq_v: Array) -> float:
+    """Pearson's, of log-probs over the vocabulary; 0 if one of them is constant."""
+    a, b = (np.maximum(row.astype(np.float64), LEAST_LOGPROB) for row in (logp_v, logq_v))
+    a, b = a - a.mean(), b - b.mean()
+    return float((a @ b) / max(np.sqrt((a @ a) * (b @ b)), 1e-300))

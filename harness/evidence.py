@@ -40,9 +40,9 @@ class RowSource:
     dtype: LogitsDtype
     read: Callable[[str, Phase, NDArray[np.int64]], Array]
 
-    def logprobs(self, segment: str, phase: Phase, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Log-probabilities of the rows, [P, V] f64."""
-        return log_softmax(decode(self.read(segment, phase, indices), self.dtype))
+    def logprobs(self, segment: str, phase: Phase, indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Log-probabilities of the rows, [P, V]; f32, since several dozen rows of 250,000 ids are held at once."""
+        return logprobs(self.read(segment, phase, indices), self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +93,31 @@ def spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return rows[np.linspace(0, len(rows) - 1, most).round().astype(np.int64)]
 
 
-def log_softmax(logits_pv: Array) -> NDArray[np.float64]:
-    """Log-probabilities in f64, [P, V]; -inf stays -inf, a row with NaN or +inf becomes NaN."""
-    logits = np.asarray(logits_pv, np.float64)
+def log_softmax(logits: Array) -> NDArray[np.float64]:
+    """Log-probabilities along the last axis, f64; -inf stays -inf, a row with NaN or +inf becomes NaN."""
+    wide = np.asarray(logits, np.float64)
     with np.errstate(invalid="ignore"):
-        shifted = logits - logits.max(axis=-1, keepdims=True)
-        return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), np.float64)
+        lowered = wide - wide.max(axis=-1, keepdims=True)
+        return np.asarray(lowered - np.log(np.exp(lowered).sum(axis=-1, keepdims=True)), np.float64)
 
 
-def kl(logp_pv: NDArray[np.float64], logq_pv: NDArray[np.float64]) -> NDArray[np.float64]:
+def logprobs(raw_pv: Array, dtype: LogitsDtype) -> NDArray[np.float32]:
+    """Log-probabilities of raw rows, [P, V] f32, with f64 inside and one row widened at a time."""
+    rows = np.empty(raw_pv.shape, np.float32)
+    for row, raw in zip(rows, raw_pv, strict=True):
+        row[:] = log_softmax(decode(raw, dtype))
+    return rows
+
+
+def kl(logp_pv: Array, logq_pv: Array) -> NDArray[np.float64]:
     """KL(p || q) row by row over the whole vocabulary, nats, [P]; no log-probability counts below -60."""
-    d = np.maximum(logp_pv, LEAST_LOGPROB) - np.maximum(logq_pv, LEAST_LOGPROB)
-    return np.asarray((np.exp(logp_pv) * d).sum(axis=-1) + np.exp(logq_pv).sum(-1) - np.exp(logp_pv).sum(-1))
+    return np.array([_kl(p.astype(np.float64), q.astype(np.float64)) for p, q in zip(logp_pv, logq_pv, strict=True)])
+
+
+def _kl(logp_v: NDArray[np.float64], logq_v: NDArray[np.float64]) -> float:
+    p, q = np.exp(logp_v), np.exp(logq_v)
+    d = np.maximum(logp_v, LEAST_LOGPROB) - np.maximum(logq_v, LEAST_LOGPROB)
+    return float((p * d).sum() + q.sum() - p.sum())
 
 
 def explains(kl_home: Array, kl_there: Array) -> NDArray[np.bool_]:

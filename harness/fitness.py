@@ -94,9 +94,14 @@ def unfit_baseline(comparison: Comparison) -> str | None:
     return reason and f"the baseline {side.path} is refused: {reason}"
 
 
-def layers_not_covered(production: Build, twin: Comparison) -> Iterator[str]:
-    """Attention backends that production uses and the twin does not, each with its number of layers."""
-    other = twin.candidate.manifest.build.attention
+def not_covered(production: Build, twin: Comparison) -> Iterator[str]:
+    """What of the candidate a twin does not speak for: other code, and layers whose attention backend differs."""
+    build = twin.candidate.manifest.build
+    if build.engine_version != production.engine_version:
+        yield f"the candidate's engine version ({production.engine_version}; the twin ran {build.engine_version})"
+    if [patch.get("sha256") for patch in build.patches] != [patch.get("sha256") for patch in production.patches]:
+        yield "the candidate's patches (the twin ran with others)"
+    other = build.attention
     if not production.attention or not other:
         yield "attention (the recordings do not say which backend each layer used)"
         return

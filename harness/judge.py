@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import UsageError
-from harness.fitness import barred, layers_not_covered, unfit_baseline, unfit_floor
+from harness.fitness import barred, not_covered, unfit_baseline, unfit_floor
 from harness.gates import gate_for, load_gates
 from harness.power import detectable, remedy
 from harness.stats import Floats, Ratios, Units, group, ratios
@@ -271,7 +271,7 @@ def _most_influential(question: _Question, inside: NDArray[np.bool_]) -> str:
 
 def _notes(comparison: Comparison, twins: Sequence[Comparison], checks: Sequence[Check], gates: Gates) -> list[str]:
     build = comparison.candidate.manifest.build
-    notes = [f"the twin does not cover {layers}" for twin in twins for layers in layers_not_covered(build, twin)]
+    notes = [f"the twin does not cover {what}" for twin in twins for what in not_covered(build, twin)]
     statistics = {check.statistic for check in checks} - {"count"}
     provisional = [s for s in sorted(statistics) if gate_for(gates, s, build, OVERALL).provisional]
     if provisional:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from harness._data import data_folder
 from harness.errors import LogitgateError, PatchError
@@ -38,8 +38,12 @@ from harness.types import Json
 
 __all__ = ["Applied", "Hooks", "LoadedPatch", "Patch", "apply_patches", "list_patches", "load_patch"]
 
-Severity = Literal["obvious", "subtle", "near-noise", "none"]
-"""How plainly a fault shows in bf16, by the catalogue of real bugs; "none" for benign variations."""
+VALUES = {
+    "kind": ("fault", "benign"),
+    "phase": ("both", "prefill", "decode"),
+    "severity": ("obvious", "subtle", "near-noise", "none"),
+}
+"""What these fields of a Patch may say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +51,24 @@ class Patch:
     """What a patch is and what it needs."""
 
     name: str  # unique; how `--patch NAME` finds it
-    kind: Literal["fault", "benign"]  # a fault must be red, a benign variation must stay green
+    kind: str  # "fault" or "benign": a fault must be red, a benign variation must stay green
     site: str  # where in the engine: "rope.table", "attention.scale", "head.output"
-    phase: Literal["both", "prefill", "decode"]  # which rows it can change
+    phase: str  # "both", "prefill" or "decode": which rows it can change
     source: str  # the public bug it replays ("vllm-project/vllm#1004"), or where the variation is normal
     summary: str  # what is wrong, in a sentence
     shows: str  # the statistic that should show it
     fault_class: str = ""  # class in patches/COVERAGE.md
-    severity: Severity = "none"
+    severity: str = "none"  # how plainly it shows in bf16: "obvious", "subtle" or "near-noise"; "none" if benign
     twin: bool = False  # bf16 noise hides it: it must be red in the float32 twin
     changes_rows: bool = True  # False: rows must stay bit-equal; read by whoever compares the recordings
     parameters: Json = field(default_factory=dict)  # keyword arguments of `apply`; part of the Build
     engine: Json = field(default_factory=dict)  # engine arguments it needs, as vLLM names them
     requests: Json = field(default_factory=dict)  # request pattern it needs: "concurrency", "prefix_hit", ...
+
+    def __post_init__(self) -> None:
+        for name, allowed in VALUES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise PatchError(f"patch {self.name}: {name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
 class Hooks:

@@ -70,7 +70,9 @@ def parse_format(name: str) -> tuple[str, float]:
     """
     base, _, scale = name.partition("x")
     if base not in FORMATS or not (not scale or scale.replace(".", "", 1).isdigit()) or name.endswith("x"):
-        raise UsageError(f"unknown number format {name!r}: use one of {', '.join(FORMATS)}, or one with a scale (e4m3x448)")
+        raise UsageError(
+            f"unknown number format {name!r}: use one of {', '.join(FORMATS)}, or one with a scale (e4m3x448)"
+        )
     return base, float(scale or 1)
 
 

@@ -132,9 +132,7 @@ def replace_weight(hooks: Hooks, layer: Any, weight: torch.Tensor) -> None:
     hooks.wrap(layer, "cpu_linear", lambda _: with_bias)
 
 
-def replace_product(
-    hooks: Hooks, layer: Any, make: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]
-) -> None:
+def replace_product(hooks: Hooks, layer: Any, make: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]) -> None:
     """Let a linear layer compute `make(layer)(x)`, [T, K] -> [T, N], in place of its matrix product; bias is kept."""
     product = make(layer)
 

@@ -32,8 +32,21 @@ PATCHES = [
     _patch("gelu", "fault", "huggingface/transformers#29402", "exact GELU in place of SiLU", "obvious"),
     _patch("gelu_tanh", "fault", "huggingface/transformers#29402", "tanh GELU in place of SiLU", "obvious"),
     _patch("swapped", "fault", "vllm-project/vllm#52997", "gate and up are exchanged", "obvious"),
-    _patch("clamped", "fault", "vllm-project/vllm#7425", "gate and up are clamped to 7, as another model family has it", "subtle"),
-    _patch("f32", "benign", "pytorch/pytorch#158699", "computed in float32, rounded once", "none", "nothing beyond the floor"),
+    _patch(
+        "clamped",
+        "fault",
+        "vllm-project/vllm#7425",
+        "gate and up are clamped to 7, as another model family has it",
+        "subtle",
+    ),
+    _patch(
+        "f32",
+        "benign",
+        "pytorch/pytorch#158699",
+        "computed in float32, rounded once",
+        "none",
+        "nothing beyond the floor",
+    ),
 ]
 
 

@@ -1,6 +1,6 @@
-"""Keys near the end of each earlier chunk of a prompt are invisible to later chunks: only the rows after a boundary suffer.
+"""Keys near the end of each earlier chunk of a prompt are invisible to later chunks.
 
-Medians hardly move; bins by distance to a boundary do.
+Only the rows after a boundary suffer much: medians hardly move; bins by distance to a boundary do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys that decode alone does not see: a window dropped or applied in one phase, the newest key, a split's first key."""
+"""Keys that decode alone does not see: those beyond a window, the one just before, the first of all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ PATCHES = [
     )
     for rule, source, summary, fault_class, severity in [
         ("window_256", "vllm-project/vllm#23969", "decode sees 256 keys back only, prefill all", "window", "obvious"),
-        ("previous_key", "vllm-project/vllm#9730", "decode does not see the token just before", "spec-decode", "obvious"),
+        (
+            "previous_key",
+            "vllm-project/vllm#9730",
+            "decode does not see the token just before",
+            "spec-decode",
+            "obvious",
+        ),
         ("first_key", "vllm-project/vllm#44850", "decode does not see the first token", "chunk", "obvious"),
     ]
 ]

@@ -24,7 +24,14 @@ PATCHES = [
     for name, layers, rule, source, summary, severity in [
         ("rolled", None, "roll", "ekzhang/jax-js#180", "KV heads are off by one in every layer", "obvious"),
         ("rolled_layer_1", 1, "roll", "ekzhang/jax-js#180", "KV heads are off by one in one layer", "obvious"),
-        ("last_group", None, "last", "ikawrakow/ik_llama.cpp#1521", "the last query group reads the KV head before its own", "obvious"),
+        (
+            "last_group",
+            None,
+            "last",
+            "ikawrakow/ik_llama.cpp#1521",
+            "the last query group reads the KV head before its own",
+            "obvious",
+        ),
     ]
 ]
 

@@ -69,9 +69,9 @@ def _no_maximum(outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_nan(outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Two parts at a time, by the running maximum: for two empty parts that is -inf minus -inf."""
-    output, total = outputs[0], sums[0]
-    for other, other_sum in zip(outputs[1:], sums[1:], strict=True):
+    """Two parts at a time, the newest first, by the running maximum: for two empty parts that is -inf minus -inf."""
+    output, total = outputs[-1], sums[-1]
+    for other, other_sum in zip(outputs.flip(0)[1:], sums.flip(0)[1:], strict=True):
         highest = total.maximum(other_sum)
         first, second = (total - highest).exp(), (other_sum - highest).exp()
         output = (output * first + other * second) / (first + second)

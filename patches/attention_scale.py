@@ -12,7 +12,14 @@ STRENGTHS: list[tuple[str, float, int | None, str, str, Any]] = [
     ("1.03", 1.03, None, "ggml-org/llama.cpp#8444", "the scale is 3 % too large", "near-noise"),
     ("1.01", 1.01, None, "ggml-org/llama.cpp#8444", "the scale is 1 % too large", "near-noise"),
     ("0.943", 0.943, None, "vllm-project/vllm#31380", "the scale is that of a head of 72, not 64", "subtle"),
-    ("head_count", 8 / 3, None, "vllm-project/vllm#31380", "the scale comes from 9 heads, not from the head size", "obvious"),
+    (
+        "head_count",
+        8 / 3,
+        None,
+        "vllm-project/vllm#31380",
+        "the scale comes from 9 heads, not from the head size",
+        "obvious",
+    ),
     ("first_layers", 8.0, 2, "mlc-ai/mlc-llm#3426", "the first two layers run a fallback path with scale 1", "obvious"),
 ]
 

@@ -1,4 +1,4 @@
-"""Attention reads the wrong cache block: another of the same request, one past an overflowing id, one that was zeroed."""
+"""Attention reads the wrong cache block: another of the same request, another request's, or the null block."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def apply(runner: Any, rule: str) -> Hooks:
     """Change the block table each layer reads by."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        def forward(
+            layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *rest: Any, **named: Any
+        ) -> Any:
             if metadata is not None:
                 table = RULES[rule](metadata.block_table.clone(), metadata.max_query_len == 1)
                 metadata = dataclasses.replace(metadata, block_table=table)

@@ -76,7 +76,6 @@ PATCHES = [
 
 def apply(runner: Any, rule: str, key_scale: float, value_scale: float, prefill_only: bool) -> Hooks:
     """Round K and V before each layer's cache write."""
-
     hooks = Hooks()
     step = watch_steps(hooks, runner)
 

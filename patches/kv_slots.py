@@ -64,7 +64,8 @@ def apply(runner: Any, rule: str) -> Hooks:
 
 
 def _decode_repeats(original: Callable[..., Any], step: Step) -> Callable[..., Any]:
-    steps, last = 0, None
+    steps = 0
+    last: Any = None
 
     def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> Any:
         nonlocal steps, last

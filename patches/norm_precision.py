@@ -31,11 +31,44 @@ def _patch(name: str, kind: Any, source: str, summary: str, shows: str, severity
 
 
 PATCHES = [
-    _patch("variance_bf16", "fault", "meta-llama/llama#1048", "the sum of squares is rounded to bf16", "KL at all depths", "near-noise"),
-    _patch("variance_e4m3", "fault", "meta-llama/llama#1048", "the mean square keeps 3 mantissa bits", "KL at all depths", "obvious"),
-    _patch("weight_plus_one", "fault", "vllm-project/vllm#53203", "1 + w of a Gemma-style norm is added in bf16", "KL at all depths", "near-noise"),
-    _patch("weight_f32", "benign", "vllm-project/vllm-xpu-kernels#536", "the weight multiplies before the one rounding to bf16", "nothing: 0.93 of the stock mean KL"),
-    _patch("two_steps", "benign", "ROCm/aiter#2586", "the residual sum is rounded before it is normalised", "nothing: 1.03 of the stock mean KL"),
+    _patch(
+        "variance_bf16",
+        "fault",
+        "meta-llama/llama#1048",
+        "the sum of squares is rounded to bf16",
+        "KL at all depths",
+        "near-noise",
+    ),
+    _patch(
+        "variance_e4m3",
+        "fault",
+        "meta-llama/llama#1048",
+        "the mean square keeps 3 mantissa bits",
+        "KL at all depths",
+        "obvious",
+    ),
+    _patch(
+        "weight_plus_one",
+        "fault",
+        "vllm-project/vllm#53203",
+        "1 + w of a Gemma-style norm is added in bf16",
+        "KL at all depths",
+        "near-noise",
+    ),
+    _patch(
+        "weight_f32",
+        "benign",
+        "vllm-project/vllm-xpu-kernels#536",
+        "the weight multiplies before the one rounding to bf16",
+        "nothing: 0.93 of the stock mean KL",
+    ),
+    _patch(
+        "two_steps",
+        "benign",
+        "ROCm/aiter#2586",
+        "the residual sum is rounded before it is normalised",
+        "nothing: 1.03 of the stock mean KL",
+    ),
 ]
 
 

@@ -23,9 +23,27 @@ PATCHES = [
         parameters={"rule": name},
     )
     for name, site, source, summary, fault_class in [
-        ("weight_bits", "norm.weight", "vllm-project/vllm#48330", "one layer reads float32 norm weights as 16-bit ones", "fusion"),
-        ("stale_residual", "norm.forward", "vllm-project/vllm#41972", "one layer adds a hundredth of the call before", "fusion"),
-        ("channels_zeroed", "norm.weight", "vllm-project/vllm#39663", "the first 8 channels of one norm weight are lost", "weights"),
+        (
+            "weight_bits",
+            "norm.weight",
+            "vllm-project/vllm#48330",
+            "one layer reads float32 norm weights as 16-bit ones",
+            "fusion",
+        ),
+        (
+            "stale_residual",
+            "norm.forward",
+            "vllm-project/vllm#41972",
+            "one layer adds a hundredth of the call before",
+            "fusion",
+        ),
+        (
+            "channels_zeroed",
+            "norm.weight",
+            "vllm-project/vllm#39663",
+            "the first 8 channels of one norm weight are lost",
+            "weights",
+        ),
     ]
 ]
 

@@ -12,7 +12,9 @@ from harness.rounding import cast_through
 from harness.sites import rewrite_rope, rope_table
 
 
-def _patch(name: str, source: str, summary: str, severity: Any, parameters: dict[str, Any], twin: bool = False) -> Patch:
+def _patch(
+    name: str, source: str, summary: str, severity: Any, parameters: dict[str, Any], twin: bool = False
+) -> Patch:
     return Patch(
         name=name,
         kind="fault",

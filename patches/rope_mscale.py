@@ -27,7 +27,7 @@ PATCHES = [
         summary=f"cos and sin are multiplied by {factor} instead of 1",
         shows="KL at all depths",
         fault_class="rope",
-        severity=severity,  # type: ignore[arg-type]
+        severity=severity,
         twin=factor < 1.03,
         parameters={"factor": factor},
     )

@@ -24,7 +24,12 @@ PATCHES = [
     )
     for where, fraction, source, summary in [
         ("all", 0.0, "vllm-project/vllm#30384", "the partial rotary factor is applied twice"),
-        ("late", 0.5, "vllm-project/vllm#16904", "a shared rotary object was halved: later layers rotate fewer dimensions"),
+        (
+            "late",
+            0.5,
+            "vllm-project/vllm#16904",
+            "a shared rotary object was halved: later layers rotate fewer dimensions",
+        ),
     ]
 ]
 
@@ -43,7 +48,9 @@ def apply(runner: Any, first_layer: float) -> Hooks:
         inv_freq = 1.0 / rope.base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
         table = rope_table(inv_freq, torch.arange(len(rope.cos_sin_cache), dtype=torch.float32)).to(rope.cos_sin_cache)
 
-        def make(original: Callable[..., Any], rope: Any = rope, half: int = half, table: Any = table) -> Callable[..., Any]:
+        def make(
+            original: Callable[..., Any], rope: Any = rope, half: int = half, table: Any = table
+        ) -> Callable[..., Any]:
             calls = 0
 
             def forward(positions: Any, query: Any, key: Any = None) -> Any:

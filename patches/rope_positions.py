@@ -1,4 +1,4 @@
-"""Wrong positions reach the rotation: of decoded tokens, of queries alone, of chunks, or of all but a batch's first row."""
+"""Wrong positions reach the rotation: of decoded tokens, queries alone, chunks, or all but a batch's first row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from harness.sites import EAGER, Step, rope_modules, watch_steps
 CHUNK = 256
 
 
-def _patch(name: str, phase: Any, source: str, summary: str, shows: str, requests: dict[str, Any] | None = None) -> Patch:
+def _patch(
+    name: str, phase: Any, source: str, summary: str, shows: str, requests: dict[str, Any] | None = None
+) -> Patch:
     return Patch(
         name=f"rope_positions_{name}",
         kind="fault",

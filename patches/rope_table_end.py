@@ -49,9 +49,7 @@ def apply(runner: Any, limit: int, clamp: bool, theta_factor: float, divide: flo
     def table(rope: Any, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         far = rope._compute_inv_freq(rope.base * theta_factor).to(inv_freq) / divide
         beyond = positions.clamp(max=limit - 1) if clamp else positions
-        return torch.where(
-            (positions >= limit)[:, None], rope_table(far, beyond), rope_table(inv_freq, positions)
-        )
+        return torch.where((positions >= limit)[:, None], rope_table(far, beyond), rope_table(inv_freq, positions))
 
     hooks = Hooks()
     rewrite_rope(hooks, runner, table)

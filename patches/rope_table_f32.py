@@ -24,8 +24,9 @@ def apply(runner: Any) -> Hooks:
     """Rotate in float32 with the table as computed, before it is rounded to the model's dtype."""
     hooks = Hooks()
     for rope in rope_modules(runner):
+        table = rope._compute_cos_sin_cache()
 
-        def make(_: Callable[..., Any], rope: Any = rope, table: Any = rope._compute_cos_sin_cache()) -> Callable[..., Any]:
+        def make(_: Callable[..., Any], rope: Any = rope, table: Any = table) -> Callable[..., Any]:
             def forward(positions: Any, query: Any, key: Any = None) -> Any:
                 rotated = rope.forward_static(
                     positions, query.float(), key.float(), rope.head_size, rope.rotary_dim, table, rope.is_neox_style

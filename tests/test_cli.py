@@ -174,6 +174,7 @@ def test_wrong_usage_is_exit_2_and_names_what_is_wrong(
         assert named in err
 
 
+@pytest.mark.slow  # imports vllm, though it starts no engine
 def test_an_unknown_engine_argument_is_exit_2_and_named(
     tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +230,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_reader_that_goes_away_is_no_verdict() -> None:
-    code = "import sys; from harness.cli import main; sys.stdout.close; sys.exit(main(['patches', 'list', '--json']))"
+    code = "import sys; from harness.cli import main; sys.exit(main(['patches', 'list', '--json']))"
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:

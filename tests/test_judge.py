@@ -28,6 +28,7 @@ from harness.types import (
     Stratum,
     Verdict,
 )
+from harness.wording import deciding
 from tests.judging import BUILD, columns, comparison, side
 
 GATES = load_gates(None)
@@ -102,6 +103,14 @@ def test_at_most_three_reasons_and_the_worst_stratum_first() -> None:
     verdict = judge(made, GATES)
     assert len(verdict.reasons) == 3
     assert str(CELL) in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("status", "first"), [(Status.FAIL, "decode"), (Status.INCONCLUSIVE, "prefill")])
+def test_failures_rank_by_their_lower_bound_and_the_rest_by_their_upper(status: Status, first: str) -> None:
+    sample = checks(judge(comparison(), GATES), "ratio_to_floor")[0]
+    wide = replace(sample, stratum=Stratum(phase=Phase.PREFILL), low=1.5, high=9.0, status=status)
+    narrow = replace(sample, stratum=Stratum(phase=Phase.DECODE), low=2.0, high=2.5, status=status)
+    assert f"in {first}" in deciding(status, [wide, narrow], [], [], 1.0)[0]
 
 
 # --------------------------------------------------------------------------- rule 1: could it be judged?
@@ -539,6 +548,14 @@ def test_layers_whose_kernels_differ_from_production_are_listed_as_not_covered()
     assert said in judge(made, GATES, twins=[twin(build=other)]).notes
     assert not any("does not cover" in note for note in judge(made, GATES, twins=[twin(build=same)]).notes)
     assert any("does not cover attention" in note for note in judge(made, GATES, twins=[twin()]).notes)
+
+
+def test_a_twin_of_other_code_says_so() -> None:
+    patched = replace(TWIN_BUILD, engine_version="1", patches=({"name": "p", "kind": "benign", "sha256": "a"},))
+    notes = judge(comparison(), GATES, twins=[twin(build=patched)]).notes
+    assert "the twin does not cover the candidate's engine version (0; the twin ran 1)" in notes
+    assert "the twin does not cover the candidate's patches (the twin ran with others)" in notes
+    assert not any("engine version" in n or "patches" in n for n in judge(comparison(), GATES, twins=[twin()]).notes)
 
 
 # --------------------------------------------------------------------------- rule 8: smoke

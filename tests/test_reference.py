@@ -103,7 +103,8 @@ def numpy_llama(folder: Path, token_ids: np.ndarray) -> np.ndarray:
     turn = np.exp(1j * angles)  # RoPE pairs dimension i with i + size / 2: a complex number, turned
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weights[name]
+        normed: np.ndarray = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weights[name]
+        return normed
 
     def rotate(x: np.ndarray) -> np.ndarray:
         turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * turn

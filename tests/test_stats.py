@@ -372,6 +372,27 @@ def test_contrast_of_two_parts_by_hand() -> None:
     assert freedom == 2
 
 
+def test_error_of_a_contrast_agrees_with_a_jackknife_over_documents() -> None:
+    of = units(30, kinds=("prose",), depths=(512,))
+    rng = np.random.default_rng(8)
+    shared = rng.lognormal(0, 0.5, len(of.rows))
+    candidate, floor = (shared * rng.lognormal(0, 0.05, (2, len(of.rows)))).copy()
+    parts = [of.phase == "decode", of.phase == "prefill"]
+
+    def log_contrast(kept: np.ndarray) -> float:
+        logs = [math.log(candidate[p & kept].sum() / floor[p & kept].sum()) for p in parts]
+        return logs[0] - logs[1]
+
+    documents = np.unique(of.document)
+    left_out = np.array([log_contrast(of.document != d) for d in documents])
+    count = len(documents)
+    jackknife = math.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum())
+    value, error, freedom = contrast(of, [candidate * p for p in parts], [floor * p for p in parts])
+    assert value == pytest.approx(log_contrast(np.ones(len(of.rows), bool)))
+    assert error == pytest.approx(jackknife, rel=0.05)
+    assert freedom == count - 1
+
+
 def test_contrast_without_rows_is_unknown() -> None:
     of = units(2)
     zero, ones = np.zeros(len(of.rows)), np.ones(len(of.rows))

@@ -15,6 +15,8 @@ Shape legend: T tokens of a step, H query heads, J KV heads, G = H / J, D head s
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +77,13 @@ def install(runner: Any, options: NaiveAttention) -> Hooks:
         impl = layer.impl
         _refuse_unsupported(layer)
         hooks.wrap(impl, "do_kv_cache_update", lambda _: _write_cache)
-        hooks.wrap(impl, "forward", lambda _, impl=impl: _forward(impl, options))
+        forward = _forward(impl, options)
+        hooks.wrap(impl, "forward", functools.partial(_instead, forward))
     return hooks
+
+
+def _instead(replacement: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    return replacement
 
 
 def _refuse_unsupported(layer: Any) -> None:
@@ -153,7 +160,7 @@ def attend(
     Returns:
         [T, H, D] f32. A token that sees no key gets zeros.
     """
-    tokens, heads, size = query.shape
+    tokens, heads, _ = query.shape
     groups, count = keys.shape[0], keys.shape[1]
     output = torch.empty_like(query)
     for start in range(0, tokens, TILE):
@@ -163,7 +170,9 @@ def attend(
         index = indices.repeat(heads // groups)[:, None]  # [R, 1]
         visible = _Visible(index, tokens, layer.window, options.hide)
         merged = _merged(rows, keys, values, visible, layer, options)
-        output[start : start + TILE] = merged.unflatten(1, (heads // groups, len(tile))).permute(2, 0, 1, 3).flatten(1, 2)
+        output[start : start + TILE] = (
+            merged.unflatten(1, (heads // groups, len(tile))).permute(2, 0, 1, 3).flatten(1, 2)
+        )
     return output
 
 
@@ -208,7 +217,7 @@ def _merged(
     if options.parts == 1:
         return _attend_range(rows, keys, values, visible, (low, high), layer, options)[0]
     edges = [low + (high - low) * part // options.parts for part in range(options.parts + 1)]
-    done = [_attend_range(rows, keys, values, visible, edge, layer, options) for edge in zip(edges, edges[1:], strict=False)]
+    done = [_attend_range(rows, keys, values, visible, edge, layer, options) for edge in itertools.pairwise(edges)]
     outputs, sums = torch.stack([d[0] for d in done]), torch.stack([d[1] for d in done])
     return (options.merge or merge_by_lse)(outputs, sums)
 

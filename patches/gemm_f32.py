@@ -1,0 +1,42 @@
+"""bf16 matrix products computed in f32 and rounded once at the end.
+
+That is what a processor with bf16 matrix units does inside. One without them runs bf16 products several times slower
+than f32 ones; the demo and the tests apply this there, and every recording made with it says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.errors import PatchError
+from harness.patching import Hooks, Patch
+from harness.sites import head, linears, weight_of
+
+PATCH = Patch(
+    name="gemm_f32",
+    kind="benign",
+    site="gemm.product",
+    phase="both",
+    source="normal: f32 accumulation with one rounding, as bf16 matrix units do",
+    summary="linear layers and LM head multiply in f32 and round their output to bf16 once",
+    shows="nothing: another order of summation",
+)
+
+
+def apply(runner: Any) -> Hooks:
+    import torch
+
+    hooks = Hooks()
+    for layer in (*linears(runner), head(runner)):
+        if not hasattr(layer, "cpu_linear"):
+            raise PatchError("gemm_f32 is for vLLM's CPU engine: this engine's linear layers have no CPU product")
+        weight = weight_of(layer).float()
+
+        def product(
+            x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor = weight
+        ) -> torch.Tensor:
+            wide = None if bias is None else bias.float()
+            return torch.nn.functional.linear(x.float(), weight, wide).to(x.dtype)
+
+        hooks.wrap(layer, "cpu_linear", lambda _, product=product: product)
+    return hooks
