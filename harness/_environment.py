@@ -38,6 +38,19 @@ def host_facts() -> dict[str, str | int | None]:
     }
 
 
+def has_bf16_units() -> bool:
+    """Whether bf16 matrix products run at speed on this processor: AVX-512 or AMX on x86, the bf16 extension on Arm.
+
+    True where the system does not tell.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return True
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return flags is None or not {"avx512f", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
 def available_memory() -> int | None:
     """Bytes that can be allocated without swapping; None where the system does not tell."""
     return _meminfo("MemAvailable")

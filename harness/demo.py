@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def run_demo(folder: Path, *, say: Say, show: Show) -> Outcome:
     _record_huggingface(model, corpus, folder / "floor", "bfloat16", say)
 
     say(f"4/5  the stock vLLM engine in bf16, then the same engine with a planted fault: {FAULT}")
-    _record_engines(model, corpus, folder)
+    _record_engines(model, corpus, folder, say)
 
     say("5/5  verdicts")
     healthy = _judge(folder, "stock", say, show)
@@ -103,18 +104,23 @@ def _record_huggingface(model: str, corpus: Corpus, folder: Path, dtype: LogitsD
         record_reference(model, corpus, folder, dtype=dtype, progress=progress)
 
 
-def _record_engines(model: str, corpus: Corpus, folder: Path) -> None:
+def _record_engines(model: str, corpus: Corpus, folder: Path, say: Say) -> None:
     """One engine load serves both builds: the patch is applied in its running workers."""
+    from harness._environment import has_bf16_units
     from harness.engine.session import EngineSession
     from harness.patching import load_patch
     from harness.report.console import progress_bar
 
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM leaves one of two cores idle otherwise
+    common = () if has_bf16_units() else (load_patch(WITHOUT_BF16_UNITS),)
+    if common:
+        say(f"     this processor has no bf16 units: both builds run with the benign patch {WITHOUT_BF16_UNITS}")
     fault = load_patch(FAULT)
     with EngineSession(model, {**ENGINE, **fault.patch.engine}) as session:
-        for name, patches in (("stock", ()), ("fault", (fault,))):
+        for name, patches in (("stock", common), ("fault", (*common, fault))):
             _clear(folder / name)
             with session.patched(patches) as described, progress_bar(f"vLLM {name}, requests") as progress:
-                session.record(corpus, folder / name, patches=described, progress=progress)
+                session.record(corpus, folder / name, patches=described, concurrency=CONCURRENCY, progress=progress)
 
 
 def _judge(folder: Path, candidate: str, say: Say, show: Show) -> Verdict:

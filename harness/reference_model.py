@@ -21,8 +21,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from harness._environment import has_bf16_units
 from harness.errors import UsageError
 from harness.reference_f64 import true_float64
+from harness.reference_products import widen_products
 from harness.types import Json, LogitsDtype
 
 Weights = Literal["original", "dequantised"]
@@ -46,6 +48,7 @@ class ReferenceModel:
     dtype: LogitsDtype
     quantization: str | None  # the checkpoint's method, when its weights were dequantised
     unused_weights: int  # tensors of the checkpoint that the architecture has no place for
+    wide_products: bool = False  # half-precision products run in f32 and are rounded once
     in_pieces: bool = False  # whether segments longer than WHOLE_TOKENS run over the KV cache
     answer_type: Any = field(default=None, repr=False)  # type of the trunk's output
 
@@ -188,8 +191,16 @@ def load_model(model: str, *, dtype: LogitsDtype, device_map: str | None, weight
     network.eval()
     if quantization is not None:
         _require_plain_weights(model, network)
-    unused = len(loading["unexpected_keys"])
-    return ReferenceModel(network=network, dtype=dtype, quantization=quantization, unused_weights=unused)
+    wide = dtype in ("bfloat16", "float16") and device_map is None and not has_bf16_units()
+    if wide:
+        widen_products(network)
+    return ReferenceModel(
+        network=network,
+        dtype=dtype,
+        quantization=quantization,
+        unused_weights=len(loading["unexpected_keys"]),
+        wide_products=wide,
+    )
 
 
 def raw_rows(tensor: torch.Tensor) -> NDArray[Any]:

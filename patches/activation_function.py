@@ -31,11 +31,11 @@ def _patch(name: str, kind: Any, source: str, summary: str, severity: Any, shows
 PATCHES = [
     _patch("gelu", "fault", "huggingface/transformers#29402", "exact GELU in place of SiLU", "obvious"),
     _patch("gelu_tanh", "fault", "huggingface/transformers#29402", "tanh GELU in place of SiLU", "obvious"),
-    _patch("swapped", "fault", "vllm-project/vllm#52997", "gate and up are exchanged", "obvious"),
+    _patch("swapped", "fault", "synthetic: fused shards in the wrong order", "gate and up are exchanged", "obvious"),
     _patch(
         "clamped",
         "fault",
-        "vllm-project/vllm#7425",
+        "synthetic: another model family's clamp",
         "gate and up are clamped to 7, as another model family has it",
         "subtle",
     ),

@@ -31,7 +31,13 @@ PATCHES = [
             "spec-decode",
             "obvious",
         ),
-        ("first_key", "vllm-project/vllm#44850", "decode does not see the first token", "chunk", "obvious"),
+        (
+            "first_key",
+            "synthetic: an off-by-one at the first key",
+            "decode does not see the first token",
+            "chunk",
+            "obvious",
+        ),
     ]
 ]
 

@@ -21,8 +21,22 @@ PATCHES = [
         parameters={"window": window, "step": step},
     )
     for name, window, step, where, source, severity in [
-        ("256", 256, 1, "every layer", "vllm-project/vllm#3385", "obvious"),
-        ("1024", 1024, 1, "every layer", "vllm-project/vllm#3385", "obvious"),
+        (
+            "256",
+            256,
+            1,
+            "every layer",
+            "synthetic: a window on that the model lacks, after vllm-project/vllm#3385",
+            "obvious",
+        ),
+        (
+            "1024",
+            1024,
+            1,
+            "every layer",
+            "synthetic: a window on that the model lacks, after vllm-project/vllm#3385",
+            "obvious",
+        ),
         ("256_odd_layers", 256, 2, "every odd layer", "vllm-project/vllm#23969", "subtle"),
     ]
 ]

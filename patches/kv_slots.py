@@ -34,7 +34,7 @@ PATCHES = [
         (
             "value_swapped",
             "both",
-            "sgl-project/sglang#40419",
+            "synthetic: a wrong stride, after sgl-project/sglang#40419",
             "values of each two neighbouring tokens of a prompt are swapped",
             "KL and large-margin flips",
             "kv-slots",
@@ -43,7 +43,7 @@ PATCHES = [
         (
             "late_layer_skipped",
             "decode",
-            "LMCache/LMCache#2069",
+            "synthetic: a layer left out of a copy list",
             "the last layer does not write decoded tokens",
             "decode KL growing with step; prefill is green",
             "kv-slots",

@@ -26,7 +26,7 @@ PATCHES = [
     for name, source, summary, shows, fault_class, severity, engine in [
         (
             "6_bits",
-            "ROCm/aiter#2586",
+            "synthetic: limit of detection",
             "what each MLP adds keeps 6 mantissa bits",
             "KL at all depths",
             "fusion",
@@ -35,7 +35,7 @@ PATCHES = [
         ),
         (
             "4_bits",
-            "ROCm/aiter#2586",
+            "synthetic: limit of detection",
             "what each MLP adds keeps 4 mantissa bits",
             "KL at all depths",
             "fusion",

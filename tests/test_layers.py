@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "harness"
 
-REFERENCE = ("reference", "reference_f64", "reference_model", "sampling")
+REFERENCE = ("reference", "reference_f64", "reference_model", "reference_products", "sampling")
 
 # Lowest first. A module may import its own component and any component of a lower layer, never a neighbour's.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (

@@ -184,3 +184,10 @@ def test_every_patch_is_documented() -> None:
         assert patch.patch.shows, patch.patch.name
         assert (patch.patch.severity == "none") == (patch.patch.kind == "benign"), patch.patch.name
         assert Path(patch.path).stem in patch.path.name
+
+
+def test_the_coverage_table_names_every_class() -> None:
+    text = (Path(PATCHES[0].path).parent / "COVERAGE.md").read_text()
+    covered = text.split("## Not covered")[0]
+    listed = {line.split("|")[1].strip() for line in covered.splitlines() if line.startswith("| ")} - {"class"}
+    assert listed == {p.patch.fault_class for p in PATCHES if p.patch.kind == "fault"}
