@@ -115,6 +115,10 @@ class Hooks:
         tensor.data.copy_(values)
         self.fired += 1
 
+    def at_undo(self, action: Callable[[], None]) -> None:
+        """Run something more when undone, before what was changed so far is put back."""
+        self._undo.append(action)
+
     def __call__(self) -> None:
         """Undo everything; a second call does nothing."""
         while self._undo:
@@ -259,8 +263,8 @@ def _execute(path: Path, source: bytes, sha256: str) -> ModuleType:
     sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
     try:
         exec(compile(source, str(path), "exec"), vars(module))
-    except LogitgateError:
-        raise
+    except LogitgateError as error:
+        raise PatchError(f"{path}: {error}") from error
     except Exception as error:
         raise PatchError(f"{path}: the patch file does not load: {type(error).__name__}: {error}") from error
     return module

@@ -36,7 +36,7 @@ PATCHES = [
         "clamped",
         "fault",
         "synthetic: another model family's clamp",
-        "gate and up are clamped to 7, as another model family has it",
+        "gate and up are clamped to 3, as another model family has it",
         "subtle",
     ),
     _patch(
@@ -77,6 +77,6 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, rule: str) -> torch.Tensor:
         case "swapped":
             return functional.silu(up) * gate
         case "clamped":
-            return functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+            return functional.silu(gate.clamp(max=3)) * up.clamp(-3, 3)
         case _:
             return (functional.silu(gate.float()) * up.float()).to(gate.dtype)

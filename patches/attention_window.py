@@ -30,8 +30,8 @@ PATCHES = [
             "obvious",
         ),
         (
-            "1024",
-            1024,
+            "128",
+            128,
             1,
             "every layer",
             "synthetic: a window on that the model lacks, after vllm-project/vllm#3385",

@@ -6,11 +6,15 @@ than f32 ones; the demo and the tests apply this there, and every recording made
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import PatchError
 from harness.patching import Hooks, Patch
 from harness.sites import head, linears, weight_of
+
+if TYPE_CHECKING:
+    import torch
 
 PATCH = Patch(
     name="gemm_f32",
@@ -24,19 +28,20 @@ PATCH = Patch(
 
 
 def apply(runner: Any) -> Hooks:
-    import torch
-
+    """Give each linear layer and the head an f32 copy of its weight to multiply with."""
     hooks = Hooks()
     for layer in (*linears(runner), head(runner)):
         if not hasattr(layer, "cpu_linear"):
             raise PatchError("gemm_f32 is for vLLM's CPU engine: this engine's linear layers have no CPU product")
-        weight = weight_of(layer).float()
-
-        def product(
-            x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor = weight
-        ) -> torch.Tensor:
-            wide = None if bias is None else bias.float()
-            return torch.nn.functional.linear(x.float(), weight, wide).to(x.dtype)
-
-        hooks.wrap(layer, "cpu_linear", lambda _, product=product: product)
+        hooks.wrap(layer, "cpu_linear", _wide_product(weight_of(layer).float()))
     return hooks
+
+
+def _wide_product(weight: torch.Tensor) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    """What makes a product [T, K] -> [T, N] with an f32 weight [N, K] in place of the layer's own."""
+    import torch
+
+    def product(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+    return lambda _: product

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness.patching import Hooks, Patch
-from harness.sites import map_logits
+from harness.sites import Step, map_logits, watch_steps
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ PATCHES = [
 def apply(runner: Any, rule: str) -> Hooks:
     """Reorder rows of prompts (more rows than requests) or of decode steps."""
     hooks = Hooks()
-    map_logits(hooks, runner, RULES[rule](runner))
+    map_logits(hooks, runner, RULES[rule](runner, watch_steps(hooks, runner)))
     return hooks
 
 
@@ -77,11 +77,11 @@ def _is_prompt(runner: Any, logits: torch.Tensor) -> bool:
     return len(logits) > len(runner.input_batch.req_ids)
 
 
-def _shifted(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _shifted(runner: Any, _: Step) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda logits: logits.roll(1, 0) if _is_prompt(runner, logits) else logits
 
 
-def _repeated(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _repeated(runner: Any, _: Step) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(logits: torch.Tensor) -> torch.Tensor:
         pairs = len(logits) // 2 * 2
         if _is_prompt(runner, logits):
@@ -92,12 +92,12 @@ def _repeated(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def _late(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _late(_: Any, step: Step) -> Callable[[torch.Tensor], torch.Tensor]:
     before: Any = None
 
     def change(logits: torch.Tensor) -> torch.Tensor:
         nonlocal before
-        if _is_prompt(runner, logits):
+        if not step.decode:
             return logits
         late, before = before, logits.clone()
         return late if late is not None and late.shape == logits.shape else logits
@@ -105,8 +105,8 @@ def _late(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def _swapped(runner: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda logits: logits if _is_prompt(runner, logits) else logits.flip(0)
+def _swapped(_: Any, step: Step) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda logits: logits.flip(0) if step.decode else logits
 
 
 RULES = {"shifted": _shifted, "repeated": _repeated, "late": _late, "swapped": _swapped}

@@ -50,9 +50,9 @@ PATCHES = [
 def apply(runner: Any, rule: str) -> Hooks:
     """Replace the head's weight; an embedding tied to it keeps its own."""
     lm_head = head(runner)
-    weight = lm_head.weight.detach()
+    weight, norm = lm_head.weight.detach(), norms(runner)[-1].weight.detach()
     hooks = Hooks()
-    replace_weight(hooks, lm_head, _changed(weight.float(), norms(runner)[-1].weight.float(), rule).to(weight.dtype))
+    replace_weight(hooks, lm_head, _changed(weight.float(), norm.float(), rule).to(weight.dtype))
     return hooks
 
 

@@ -34,7 +34,7 @@ PATCHES = [
             "stale_residual",
             "norm.forward",
             "vllm-project/vllm#41972",
-            "one layer adds a hundredth of the call before",
+            "one norm adds a hundredth of what the norm before it read",
             "fusion",
         ),
         (
@@ -53,7 +53,9 @@ def apply(runner: Any, rule: str) -> Hooks:
     hooks = Hooks()
     norm = norms(runner)[1]
     if rule == "stale_residual":
-        hooks.wrap(norm, "forward", _stale_residual)
+        buffer: list[Any] = []
+        hooks.wrap(norms(runner)[0], "forward", lambda original: _keep(original, buffer))
+        hooks.wrap(norm, "forward", lambda original: _add_kept(original, buffer))
         return hooks
     weight = norm.weight.detach().clone()
     if rule == "channels_zeroed":
@@ -64,17 +66,13 @@ def apply(runner: Any, rule: str) -> Hooks:
     return hooks
 
 
-def _stale_residual(original: Callable[..., Any]) -> Callable[..., Any]:
-    before: Any = None
-
+def _keep(original: Callable[..., Any], buffer: list[Any]) -> Callable[..., Any]:
     def forward(x: Any, residual: Any = None) -> Any:
-        nonlocal before
-        kept = x.clone()
-        if before is not None:
-            rows = min(len(x), len(before))
-            x = x.clone()
-            x[:rows] += before[:rows] / 100
-        before = kept
-        return original(x, residual)
+        buffer[:] = [x.clone()]
+        return original(x) if residual is None else original(x, residual)
 
     return forward
+
+
+def _add_kept(original: Callable[..., Any], buffer: list[Any]) -> Callable[..., Any]:
+    return lambda x, residual: original(x + buffer[0] / 100, residual)

@@ -155,8 +155,10 @@ def recorded(candidate: Path, floor: Path) -> tuple[Draw, tuple[int, ...], int, 
     def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         kind = np.repeat(np.arange(2), shape.documents)[None, :, None, None, None]
         document = rng.integers(count, size=(runs, 2 * shape.documents, 1, 1, 1))
-        start = rng.integers(rows - block + 1, size=(runs, 2 * shape.documents, 1, 2, shape.rows // block))
-        row = (start[..., None] + np.arange(block)).reshape(*start.shape[:-1], -1)
+        start = rng.integers(rows, size=(runs, 2 * shape.documents, 1, 2, shape.rows // block))
+        row = ((start[..., None] + np.arange(block)) % rows).reshape(
+            *start.shape[:-1], -1
+        )  # round the end: each row alike
         depth = np.arange(len(shape.depths))[None, None, :, None, None]
         phase = np.arange(2)[None, None, None, :, None]
         found = table[:, kind, document, depth, phase, row]

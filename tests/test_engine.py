@@ -178,9 +178,7 @@ def test_a_fault_changes_the_rows_and_its_undo_leaves_no_bit_behind(
     assert session.record(corpus, tmp_path / "after").id == stock.manifest.id
 
 
-def test_a_patch_that_never_fires_is_an_error(
-    session: EngineSession, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_patch_that_never_fires_is_an_error(session: EngineSession, corpus: Corpus, tmp_path: Path) -> None:
     file = tmp_path / "idle.py"
     file.write_text(
         '"""Wraps a function the engine never calls."""\n'

@@ -19,7 +19,6 @@ from harness.errors import EngineError, StorageError, UsageError
 from harness.metrics import decode, row_summary
 from harness.storage import Recording
 from harness.types import Block, Phase
-
 from tests.synthetic import make_corpus, make_rows, record
 
 
@@ -115,9 +114,7 @@ def block(index: int) -> Block:
     )  # fmt: skip
 
 
-def test_the_writer_keeps_order_and_blocks_instead_of_dropping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_keeps_order_and_blocks_instead_of_dropping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engine.writer.QUEUE_BYTES", 100)
     writer = BackgroundWriter(tmp_path, vocab_size=8, logits_dtype="float32", prefix="part")
     gate = threading.Event()

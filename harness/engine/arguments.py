@@ -33,7 +33,7 @@ def parse_engine_args(tokens: Sequence[str]) -> dict[str, Any]:
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     try:
-        given = vars(parser.parse_args(list(tokens)))
+        given: dict[str, Any] = vars(parser.parse_args(list(tokens)))
     except argparse.ArgumentError as error:
         raise UsageError(f"engine arguments: {error}") from None
     for owned in ("model",):

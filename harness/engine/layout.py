@@ -42,13 +42,15 @@ class StepLayout:
 
 
 def runner_kind(runner: Any) -> str:
-    """"MRV1" or "MRV2". Raises EngineError for any other model runner."""
+    """ "MRV1" or "MRV2". Raises EngineError for any other model runner."""
     for cls in type(runner).__mro__:
         kind = _RUNNERS.get((cls.__module__, cls.__name__))
         if kind:
             return kind
     name = f"{type(runner).__module__}.{type(runner).__qualname__}"
-    raise EngineError(f"model runner {name} is unknown: logitgate captures from vLLM's GPUModelRunner, versions 1 and 2")
+    raise EngineError(
+        f"model runner {name} is unknown: logitgate captures from vLLM's GPUModelRunner, versions 1 and 2"
+    )
 
 
 def step_layout(runner: Any, state: Any, scheduled: Mapping[str, tuple[int, int]]) -> StepLayout:

@@ -76,7 +76,9 @@ def install(runner: Any, options: NaiveAttention) -> Hooks:
     for layer in attention_layers(runner):
         impl = layer.impl
         _refuse_unsupported(layer)
-        hooks.wrap(impl, "do_kv_cache_update", lambda _: _write_cache)
+        written: set[int] = set()
+        hooks.wrap(impl, "do_kv_cache_update", functools.partial(_instead, functools.partial(_write_cache, written)))
+        hooks.at_undo(functools.partial(_clean, layer, written))
         forward = _forward(impl, options)
         hooks.wrap(impl, "forward", functools.partial(_instead, forward))
     return hooks
@@ -98,13 +100,22 @@ def _refuse_unsupported(layer: Any) -> None:
         raise PatchError(f"naive attention cannot stand in for layer {layer.layer_name}: it has {', '.join(names)}")
 
 
-def _write_cache(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def _write_cache(
+    written: set[int], _: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
     """Store key and value [T, J, D] of each token at its slot; cache is [blocks, J, block size, 2 D]; -1 is padding."""
     kept = slots >= 0
     slots = slots[kept].long()
     block_size = cache.shape[2]
+    written.update((slots // block_size).unique().tolist())
     both = torch.cat((key[: len(kept)][kept], value[: len(kept)][kept]), dim=-1)
     cache[slots // block_size, :, slots % block_size] = both.to(cache.dtype)
+
+
+def _clean(layer: Any, written: set[int]) -> None:
+    """Zero the blocks written: what they hold means nothing to the engine's kernel, which may let a NaN through."""
+    for block in written:
+        layer.kv_cache[block].zero_()
 
 
 def _forward(impl: Any, options: NaiveAttention) -> Callable[..., torch.Tensor]:

@@ -48,8 +48,11 @@ class ScoredRequest:
 
 
 def plan_segment(segment: Segment) -> list[ScoredRequest]:
-    """Requests that make every scored row of a segment once: the prompt and its forced decode, then, if a window
-    reaches past the decode start, a prefill-only request over the same ids."""
+    """Requests that make every scored row of a segment once.
+
+    First the prompt and its forced decode; then, if a window reaches past the decode start, a prefill-only request over
+    the same ids.
+    """
     ids = tuple(int(i) for i in segment.token_ids)
     start, last = segment.decode_from, len(segment.token_ids) - 1
     decode = ((start, last),) if start < last else ()

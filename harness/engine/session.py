@@ -15,6 +15,7 @@ from harness.engine.arguments import make_config, with_comparable_defaults
 from harness.engine.describe import build_from
 from harness.engine.instrument import LogprobLog
 from harness.engine.layout import TESTED_VERSIONS
+from harness.engine.logs import EngineLog
 from harness.engine.plugin import ASKED
 from harness.engine.requests import ARGUMENT, ScoredRequest, plan
 from harness.errors import EngineError, LogitgateError, PatchError, UsageError
@@ -36,10 +37,11 @@ class EngineSession:
     def __init__(self, model: str, arguments: Mapping[str, Any], *, untested: bool = False) -> None:
         self.model = model
         self.requested = with_comparable_defaults(arguments)
-        with _quiet_logs():
+        self._log = EngineLog()
+        with self._log.attached():
             _refuse_untested(untested)
             self._config = make_config(model, self.requested)
-            self._engine = _start(self._config)
+            self._engine = _start(self._config, self._log)
         self.facts: Mapping[str, Any] = self._call("describe")[0]
 
     @property
@@ -55,12 +57,16 @@ class EngineSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
         """Shut the engine down."""
-        self._engine.engine_core.shutdown()
+        with self._log.attached():
+            self._engine.engine_core.shutdown()
+        self._log.discard()
 
     @contextmanager
     def patched(self, patches: Sequence[LoadedPatch]) -> Iterator[tuple[Json, ...]]:
@@ -170,7 +176,7 @@ class EngineSession:
             return list(self._engine.step())
         except Exception as error:
             raise EngineError(
-                f"the engine stopped: {error or type(error).__name__}; its own log above says why. "
+                f"the engine stopped: {error or type(error).__name__}; {self._log.reason()}. "
                 "What was recorded is kept; go on with --resume."
             ) from error
 
@@ -178,14 +184,16 @@ class EngineSession:
         try:
             answers = self._engine.collective_rpc(f"logitgate_{name}", args=args)
         except Exception as error:
-            raise EngineError(f"the engine's workers did not answer `{name}`: {error or type(error).__name__}") from error
+            raise EngineError(
+                f"the engine's workers did not answer `{name}`: {error or type(error).__name__}"
+            ) from error
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])
         return [answer["ok"] for answer in answers]
 
 
-def _start(config: Any) -> Any:
+def _start(config: Any, log: EngineLog) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     before = os.environ.get(ASKED)
@@ -195,16 +203,9 @@ def _start(config: Any) -> Any:
     except LogitgateError:
         raise
     except Exception as error:
-        raise EngineError(f"vLLM did not start: {error or type(error).__name__}; its own log above says why") from error
+        raise EngineError(f"vLLM did not start: {error or type(error).__name__}; {log.reason()}") from error
     finally:
         os.environ.pop(ASKED) if before is None else os.environ.__setitem__(ASKED, before)
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """vLLM's own log at warnings and up, unless the caller's environment says otherwise."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    yield
 
 
 def _refuse_untested(untested: bool) -> None:

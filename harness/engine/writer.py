@@ -20,8 +20,11 @@ QUEUE_BYTES = 256 << 20
 
 
 class BackgroundWriter:
-    """Writes blocks in order from one thread. Blocks are given as functions, so that a copy from a device that is
-    still under way is waited for here and not in the engine's step."""
+    """Writes blocks in order from one thread.
+
+    Blocks are given as functions, so that a copy from a device that is still under way is waited for here and not in
+    the engine's step.
+    """
 
     def __init__(self, folder: Path, *, vocab_size: int, logits_dtype: LogitsDtype, prefix: str) -> None:
         self._parts = PartWriter(folder, vocab_size=vocab_size, logits_dtype=logits_dtype, prefix=prefix)
