@@ -144,7 +144,9 @@ class PartWriter:
     def _require_fit(self, block: Block) -> None:
         layout, count = self._layout, len(block.indices)
         where = f"block of {block.segment!r}, {block.phase}"
-        expected = {"logits": (block.logits, (count, layout.vocab_size), layout.logits_dtype)}
+        expected: dict[str, tuple[NDArray[Any] | None, tuple[int, int], str]] = {
+            "logits": (block.logits, (count, layout.vocab_size), layout.logits_dtype)
+        }
         if layout.hidden_size or block.hidden is not None:
             expected["hidden"] = (block.hidden, (count, layout.hidden_size), layout.hidden_dtype)
         for name, (array, shape, dtype) in expected.items():

@@ -42,7 +42,7 @@ class StepLayout:
 
 
 def runner_kind(runner: Any) -> str:
-    """ "MRV1" or "MRV2". Raises EngineError for any other model runner."""
+    """The kind of model runner, "MRV1" or "MRV2". Raises EngineError for any other model runner."""
     for cls in type(runner).__mro__:
         kind = _RUNNERS.get((cls.__module__, cls.__name__))
         if kind:
