@@ -22,6 +22,9 @@ STATISTICS: Mapping[str, str] = {
 }
 """What can be limited, and the metric each is a statistic of."""
 
+BOUNDED = ("ratio_to_floor", "ratio_to_baseline", "twin_mean")
+"""Those held against their limit with bounds, whose width depends on the corpus."""
+
 _Test = Callable[[Any], bool]
 
 
@@ -44,9 +47,12 @@ def load_gates(path: Path | None) -> Gates:
     return _parse(text, str(path), default)
 
 
-def gate_for(gates: Gates, statistic: str, build: Build, stratum: Stratum) -> Gate:
-    """The narrowest gate that fits; of equally narrow ones the strictest. Raises UsageError if there is none."""
-    fitting = [g for g in gates.gates if g.statistic == statistic and _fits(g, build, stratum)]
+def gate_for(gates: Gates, statistic: str, build: Build, stratum: Stratum, *, smoke: bool = False) -> Gate:
+    """The narrowest gate that fits; of equally narrow ones the strictest. Raises UsageError if there is none.
+
+    `smoke` says that the corpus is a smoke corpus; without it the gates for smoke corpora are left out.
+    """
+    fitting = [g for g in gates.gates if g.statistic == statistic and _fits(g, build, stratum, smoke)]
     if not fitting:
         raise UsageError(
             f"{gates.source or 'the gates'} has no gate for {statistic} in {stratum}: add one with a limit and a reason"
@@ -59,7 +65,7 @@ def names_model(name: str, build: Build) -> bool:
     return name in (build.model, Path(build.model).name, build.weights_sha256)
 
 
-def _fits(gate: Gate, build: Build, stratum: Stratum) -> bool:
+def _fits(gate: Gate, build: Build, stratum: Stratum, smoke: bool) -> bool:
     wanted = (
         (gate.stratum.phase, stratum.phase),
         (gate.stratum.kind, stratum.kind),
@@ -69,13 +75,13 @@ def _fits(gate: Gate, build: Build, stratum: Stratum) -> bool:
         all(asked is None or asked == here for asked, here in wanted)
         and (gate.model is None or names_model(gate.model, build))
         and gate.dtype in (None, build.dtype)
+        and (smoke or not gate.smoke)
     )
 
 
 def _narrowness(gate: Gate) -> int:
-    return sum(
-        x is not None for x in (gate.stratum.phase, gate.stratum.kind, gate.stratum.depth, gate.model, gate.dtype)
-    )
+    narrowing = (gate.stratum.phase, gate.stratum.kind, gate.stratum.depth, gate.model, gate.dtype, gate.smoke or None)
+    return sum(x is not None for x in narrowing)
 
 
 def _number(low: float, high: float) -> _Test:
@@ -100,6 +106,7 @@ _GATE: Mapping[str, tuple[str, _Test]] = {
     "depth": ("a whole number of tokens", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0),
     "model": ("a model's name, its folder's name, or the sha256 of its weights", _text),
     "dtype": ("a dtype's name", _text),
+    "smoke": ("true or false", lambda v: isinstance(v, bool)),
     "margin": ("a number of logits of at least 0", _number(0.0, math.inf)),
     "provisional": ("true or false", lambda v: isinstance(v, bool)),
 }
@@ -151,7 +158,7 @@ def _parse(text: str, source: str, default: Gates | None) -> Gates:
 
 
 def _identity(gate: Gate) -> tuple[object, ...]:
-    return gate.metric, gate.statistic, gate.stratum, gate.model, gate.dtype
+    return gate.metric, gate.statistic, gate.stratum, gate.model, gate.dtype, gate.smoke
 
 
 def _refuse_repeats(identities: Iterable[tuple[object, ...]], source: str) -> None:
@@ -159,7 +166,8 @@ def _refuse_repeats(identities: Iterable[tuple[object, ...]], source: str) -> No
     for identity in identities:
         if identity in seen:
             raise UsageError(
-                f"{source}: two gates limit {identity[1]} in {identity[2]} for the same model and dtype: keep one"
+                f"{source}: two gates limit {identity[1]} in {identity[2]} for the same model, dtype and "
+                "corpora: keep one"
             )
         seen.add(identity)
 
@@ -191,6 +199,11 @@ def _gate(table: Any, where: str) -> Gate:
         raise UsageError(f"{where}: {problem}: count_above_margin takes one, in logits, and nothing else does")
     if not counts and table["limit"] <= 0:
         raise UsageError(f"{where}: limit is {table['limit']!r}: expected a number above 0 for {statistic}")
+    if table.get("smoke", False) and statistic not in BOUNDED:
+        raise UsageError(
+            f"{where}: smoke is true: {statistic} has no bounds that a small corpus widens; only {', '.join(BOUNDED)} "
+            "may have a limit for smoke corpora"
+        )
     phase = Phase(table["phase"]) if "phase" in table else None
     return Gate(
         metric=table["metric"],
@@ -200,6 +213,7 @@ def _gate(table: Any, where: str) -> Gate:
         stratum=Stratum(phase=phase, kind=table.get("kind"), depth=table.get("depth")),
         model=table.get("model"),
         dtype=table.get("dtype"),
+        smoke=table.get("smoke", False),
         margin=None if "margin" not in table else float(table["margin"]),
         provisional=table.get("provisional", False),
     )

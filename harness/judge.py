@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from harness.errors import UsageError
 from harness.fitness import barred, not_covered, unfit_baseline, unfit_floor
-from harness.gates import gate_for, load_gates
+from harness.gates import BOUNDED, gate_for, load_gates
 from harness.power import detectable, remedy
 from harness.stats import Floats, Ratios, Units, group, ratios
 from harness.summary import flip_bins, summarise, task_bounds
@@ -54,6 +54,7 @@ class _Question:
     tier: _Tier
     statistic: str
     build: Build
+    smoke: bool
     units: Units
     above: Floats  # [U] sums of the numerator
     below: Floats  # [U] and of the denominator
@@ -149,6 +150,7 @@ def _questions(comparison: Comparison, rows: _Rows, tier: _Tier) -> Iterator[_Qu
             tier=asked_for,
             statistic=statistic,
             build=comparison.candidate.manifest.build,
+            smoke=comparison.smoke,
             units=rows.units,
             above=above,
             below=sums,
@@ -162,7 +164,7 @@ def _answers(question: _Question, gates: Gates, share: float) -> list[Check]:
         value, low, high = np.exp(found.log_ratio), np.exp(found.low(share)), np.exp(found.high(gates.pass_level))
     checks = []
     for s, stratum in enumerate(found.strata):
-        gate = gate_for(gates, question.statistic, question.build, stratum)
+        gate = gate_for(gates, question.statistic, question.build, stratum, smoke=question.smoke)
         if high[s] < gate.limit:
             status = Status.PASS
         elif low[s] > gate.limit and question.tier != "change":
@@ -273,9 +275,22 @@ def _notes(comparison: Comparison, twins: Sequence[Comparison], checks: Sequence
     build = comparison.candidate.manifest.build
     notes = [f"the twin does not cover {what}" for twin in twins for what in not_covered(build, twin)]
     statistics = {check.statistic for check in checks} - {"count"}
-    provisional = [s for s in sorted(statistics) if gate_for(gates, s, build, OVERALL).provisional]
+    provisional = [
+        s for s in sorted(statistics) if gate_for(gates, s, build, OVERALL, smoke=comparison.smoke).provisional
+    ]
     if provisional:
         notes.append(f"provisional limits, not yet generated from benign builds: {', '.join(provisional)}")
     if comparison.smoke:
-        notes.append("a smoke corpus: overall and phases only, never a sign-off")
+        notes.append(f"a smoke corpus, never a sign-off: overall and phases only{_smoke_limits(build, checks, gates)}")
     return notes
+
+
+def _smoke_limits(build: Build, checks: Sequence[Check], gates: Gates) -> str:
+    """Which limits are those of smoke corpora, and what a sign-off would use instead; empty if none is."""
+    said: dict[str, None] = {}  # in the order of the checks, each once
+    for check in checks:
+        if check.statistic in BOUNDED and check.tier != "logic":
+            usual = gate_for(gates, check.statistic, build, check.stratum).limit
+            if check.limit != usual:
+                said[f", {check.statistic} held to the smoke limit {check.limit:g} (a sign-off uses {usual:g})"] = None
+    return "".join(said)

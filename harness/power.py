@@ -51,9 +51,9 @@ def plan(
     corpus: Corpus,
     *,
     vocab_size: int,
+    limit: float,
     logits_dtype: LogitsDtype = "bfloat16",
     decode_rate: float = 33.0,
-    limit: float = 1.4,
     fail_level: float = 0.01,
     noise: float = POSITION_NOISE,
 ) -> Plan:
@@ -62,9 +62,9 @@ def plan(
     Args:
         corpus: what would be recorded.
         vocab_size: columns of a row.
+        limit: of the ratio to the floor, from the gates: a smoke corpus has its own.
         logits_dtype: dtype of a row.
         decode_rate: forced decode steps per second; a step is taken to cost DECODE_STEP_TOKENS prefill tokens.
-        limit: of the ratio to the floor.
         fail_level: error probability of a FAIL, shared by all strata.
         noise: standard error times sqrt(positions); from an earlier report, or POSITION_NOISE.
     """

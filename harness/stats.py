@@ -10,7 +10,9 @@ drawn: where a stratum spans kinds, residuals are centred by kind, so that a dif
 
 Few documents. Under FEW_FREEDOM degrees of freedom a sample of documents cannot show its own variance (two documents
 of two kinds: one-sided 1 % bounds are 7 to 14 standard errors wide). Then the larger of two variances stands: the
-documents' own, and the one that the cells imply, with the cells' degrees of freedom.
+documents' own, and the one that the cells imply. It has the degrees of freedom of the data it comes from, counted for
+the cells after Satterthwaite ("An approximate distribution of estimates of variance components", Biometrics Bulletin 2,
+1946).
 
 Shape legend: P positions, U units (one segment in one phase), G clusters, S strata, ... any leading axes. The leading
 axes exist for the simulation study, which runs thousands of synthetic comparisons through this very code.
@@ -221,6 +223,7 @@ class _Part:
     log_ratio: Floats  # [...]
     variance: Floats  # [...] of log_ratio, times positions; NaN if unknown
     freedom: Floats  # [...]
+    own: NDArray[np.bool_]  # [...] True: the variance is this part's own estimate, not one shared with other cells
     positions: int
     clusters: int
 
@@ -240,6 +243,7 @@ def _stratum(units: Units, stratum: Stratum, cluster: NDArray[np.str_], candidat
         log_ratio=log_ratio,
         variance=variance * positions,
         freedom=np.full(variance.shape, freedom),
+        own=np.ones(variance.shape, np.bool_),
         positions=positions,
         clusters=clusters,
     )
@@ -279,14 +283,42 @@ def _pool(parts: list[_Part]) -> list[_Part]:
         keeps_own = own > OWN_VARIANCE_FACTOR * (total - weighted) / (total_weight - weight)
     variance = np.where(keeps_own, own, pooled)
     degrees = np.where(keeps_own, freedom, total_weight)
-    return [replace(p, variance=variance[..., s], freedom=degrees[..., s]) for s, p in enumerate(parts)]
+    return [
+        replace(p, variance=variance[..., s], freedom=degrees[..., s], own=keeps_own[..., s])
+        for s, p in enumerate(parts)
+    ]
 
 
 def _borrow(part: _Part, narrow: list[_Part]) -> _Part:
-    """A wide stratum of few documents with the larger of its own variance and the one its cells imply."""
+    """A wide stratum of few documents with the larger of its own variance and the one its cells imply.
+
+    Where the cells' stands it is the wider one, so the documents' freedom, valid for a narrower interval, is valid for
+    it too: the greater of both counts. Where the documents' stands they show a spread that no cell has seen, and the
+    cells' freedom says nothing about it.
+    """
     inside = [c for c in narrow if part.stratum.phase in (None, c.stratum.phase)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        implied = np.sum([(c.total / part.total) ** 2 * c.variance / c.positions for c in inside], axis=0)
-    borrowed = np.fmax(part.variance, implied * part.positions)
-    lent = np.min([c.freedom for c in inside], axis=0)
-    return replace(part, variance=borrowed, freedom=np.maximum(part.freedom, lent))
+        terms = np.stack([(c.total / part.total) ** 2 * c.variance / c.positions for c in inside])
+    implied = terms.sum(axis=0) * part.positions
+    lent = _satterthwaite(terms, np.stack([c.freedom for c in inside]), np.stack([c.own for c in inside]))
+    theirs = ~(implied < part.variance)  # also where either is unknown
+    return replace(
+        part,
+        variance=np.fmax(part.variance, implied),
+        freedom=np.where(theirs, np.fmax(part.freedom, lent), part.freedom),
+    )
+
+
+def _satterthwaite(terms: Floats, freedom: Floats, own: NDArray[np.bool_]) -> Floats:
+    """Degrees of freedom of a sum of variances, [S, ...] each; NaN if the sum is zero or unknown.
+
+    Cells that share one estimate are one component; each that keeps its own is another.
+    """
+    shared = np.where(own, 0.0, terms).sum(axis=0)
+    shared_freedom = np.where(own, 0.0, freedom).max(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Shares, not squares of variances: those underflow for builds that are nearly equal.
+        total = terms.sum(axis=0)
+        parts = np.where(own, (terms / total) ** 2 / freedom, 0.0).sum(axis=0)
+        parts = parts + np.where(shared > 0, (shared / total) ** 2 / shared_freedom, 0.0)
+        return np.asarray(np.where(np.isfinite(total) & (total > 0), 1.0 / parts, np.nan))

@@ -319,7 +319,7 @@ class Comparison:
 class Gate:
     """A limit on a statistic, and why it is there.
 
-    `stratum`, `model` and `dtype` narrow it; of the gates that fit, the one with most of them set decides.
+    `stratum`, `model`, `dtype` and `smoke` narrow it; of the gates that fit, the one with most of them set decides.
     """
 
     metric: str  # a column: "kl20"
@@ -329,6 +329,7 @@ class Gate:
     stratum: Stratum = OVERALL  # each None applies to all
     model: str | None = None  # the model's name, its folder's name, or the hash of its weights
     dtype: str | None = None  # the candidate's dtype
+    smoke: bool = False  # True: for smoke corpora alone; False: for all
     margin: float | None = None  # logits; for statistics that count above a margin
     provisional: bool = False  # not yet generated from benign builds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.corpus import seal
+from harness.corpus import save_corpus, seal
 from harness.engine.session import EngineSession
 from harness.errors import EngineError, PatchError, UsageError
 from harness.metrics import position_metrics
@@ -151,13 +152,11 @@ def test_an_interrupted_recording_is_resumed_to_the_same_content(
     session: EngineSession, corpus: Corpus, stock: Recording, tmp_path: Path
 ) -> None:
     folder = tmp_path / "recording"
-    first = Corpus(**{f: getattr(corpus, f) for f in Corpus.__slots__ if f != "segments"}, segments=corpus.segments[:1])
+    first = seal(dataclasses.replace(corpus, segments=corpus.segments[:1]))
     session.record(first, tmp_path / "first")
     folder.mkdir()
     for file in (tmp_path / "first").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    from harness.corpus import save_corpus
-
     save_corpus(corpus, folder / "corpus.parquet")
     manifest = json.loads((folder / "recording.json").read_text())
     manifest |= {"corpus_sha256": corpus.sha256, "complete": False, "parts": [], "rows_expected": corpus.rows}
@@ -214,9 +213,8 @@ def test_a_segment_longer_than_the_context_is_refused_before_anything_is_written
     long = Segment(
         id="long", document="d", kind="prose", depth=590, token_ids=ids, decode_from=590, windows=((580, 590),)
     )
-    fields = {f: getattr(corpus, f) for f in Corpus.__slots__ if f != "segments"}
     with pytest.raises(UsageError, match="512"):
-        session.record(seal(Corpus(**fields, segments=(long,))), tmp_path / "recording")
+        session.record(seal(dataclasses.replace(corpus, segments=(long,))), tmp_path / "recording")
     assert not (tmp_path / "recording").exists()
 
 

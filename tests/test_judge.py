@@ -33,6 +33,7 @@ from tests.judging import BUILD, columns, comparison, side
 
 GATES = load_gates(None)
 LIMIT = gate_for(GATES, "ratio_to_floor", BUILD, OVERALL).limit
+SMOKE_LIMIT = gate_for(GATES, "ratio_to_floor", BUILD, OVERALL, smoke=True).limit
 ROWS = 2 * 8 * 2 * 2 * 24
 CELL = Stratum(phase=Phase.DECODE, kind="prose", depth=2048)
 
@@ -568,7 +569,35 @@ def test_a_smoke_corpus_is_judged_without_cells_and_says_so() -> None:
     assert any("never a sign-off" in note for note in verdict.notes)
 
 
-@pytest.mark.parametrize(("ratio", "word"), [(LIMIT * 1.02, "INCONCLUSIVE"), (2.5, "FAIL")])
+def test_a_smoke_corpus_has_a_limit_of_its_own_and_the_note_names_both() -> None:
+    between = math.sqrt(LIMIT * SMOKE_LIMIT)
+    small, large = (judge(exactly(between, smoke=smoke), GATES) for smoke in (True, False))
+    assert (small.word, large.word) == ("PASS (smoke)", "FAIL")
+    assert {c.limit for c in checks(small, "ratio_to_floor")} == {SMOKE_LIMIT}
+    said = f"ratio_to_floor held to the smoke limit {SMOKE_LIMIT:g} (a sign-off uses {LIMIT:g})"
+    assert [said in note for note in small.notes if "smoke" in note] == [True]
+    assert not any("smoke" in note for note in large.notes)
+
+
+def test_the_baseline_too_is_held_to_the_smoke_limit() -> None:
+    made = exactly(1.0, smoke=True)
+    assert made.floor is not None
+    lower = dict(made.floor) | {"kl20": made.floor["kl20"] / math.sqrt(LIMIT * SMOKE_LIMIT)}
+    verdict = judge(replace(made, baseline_side=side("accepted"), baseline=lower), GATES)
+    assert {c.limit for c in checks(verdict, "ratio_to_baseline")} == {SMOKE_LIMIT}
+    assert verdict.word == "PASS (smoke)"
+    assert any("ratio_to_baseline held to the smoke limit" in note for note in verdict.notes)
+
+
+def test_without_gates_of_its_own_a_smoke_corpus_is_held_to_the_usual_limits_and_none_is_named() -> None:
+    usual = replace(GATES, gates=tuple(g for g in GATES.gates if not g.smoke))
+    verdict = judge(comparison(smoke=True), usual)
+    assert {c.limit for c in checks(verdict, "ratio_to_floor")} == {LIMIT}
+    assert any("never a sign-off" in note for note in verdict.notes)
+    assert not any("smoke limit" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(SMOKE_LIMIT * 1.02, "INCONCLUSIVE"), (4.0, "FAIL")])
 def test_only_a_pass_is_worded_as_smoke(ratio: float, word: str) -> None:
     assert judge(scaled(comparison(smoke=True), ratio), GATES).word == word
 
@@ -576,7 +605,7 @@ def test_only_a_pass_is_worded_as_smoke(ratio: float, word: str) -> None:
 def test_two_documents_of_a_kind_are_enough_to_see_a_strong_fault() -> None:
     small = comparison(smoke=True, documents=2, rows=64)
     assert judge(small, GATES).word == "PASS (smoke)"
-    assert judge(scaled(small, 2.5), GATES).status is Status.FAIL
+    assert judge(scaled(small, 4.0), GATES).status is Status.FAIL
 
 
 def test_a_single_document_decides_nothing() -> None:
@@ -653,6 +682,21 @@ def test_a_narrower_gate_is_added_and_decides_where_it_fits(
     assert len(merged.gates) == len(GATES.gates) + 1
 
 
+def test_a_gate_for_smoke_corpora_decides_there_and_nowhere_else(tmp_path: Path) -> None:
+    merged = load_gates(gates_file(tmp_path, GATE + "smoke = true\n"))
+    assert len(merged.gates) == len(GATES.gates)  # the packaged one is replaced
+    assert gate_for(merged, "ratio_to_floor", BUILD, CELL, smoke=True).limit == 1.1
+    assert gate_for(merged, "ratio_to_floor", BUILD, CELL).limit == LIMIT
+    usual = load_gates(gates_file(tmp_path, GATE + "smoke = false\n"))
+    assert gate_for(usual, "ratio_to_floor", BUILD, CELL).limit == 1.1
+    assert gate_for(usual, "ratio_to_floor", BUILD, CELL, smoke=True).limit == SMOKE_LIMIT
+
+
+def test_what_has_no_smoke_gate_uses_the_usual_one() -> None:
+    gate = gate_for(GATES, "twin_mean", BUILD, OVERALL, smoke=True)
+    assert gate == gate_for(GATES, "twin_mean", BUILD, OVERALL)
+
+
 def test_of_equally_narrow_gates_the_strictest_decides(tmp_path: Path) -> None:
     merged = load_gates(gates_file(tmp_path, GATE + 'kind = "prose"\n' + GATE.replace("1.1", "1.2") + "depth = 2048\n"))
     assert gate_for(merged, "ratio_to_floor", BUILD, CELL).limit == 1.1
@@ -689,6 +733,8 @@ def test_floor_ranges_are_read(tmp_path: Path) -> None:
         (GATE + 'phase = "Decode"', "phase is 'Decode': expected prefill or decode"),
         (GATE + "depth = 1.5", "depth is 1.5: expected a whole number"),
         (GATE + "strata = 1", "[[gate]] number 1: unknown key strata"),
+        (GATE + 'smoke = "yes"', "smoke is 'yes': expected true or false"),
+        (GATE.replace("ratio_to_floor", "floor_mean_at_least") + "smoke = true", "has no bounds that a small corpus"),
         (GATE + GATE, "two gates limit ratio_to_floor in overall"),
         ("gate = [1]", "[[gate]] number 1 is 1: expected a table"),
         ('[[floor_range]]\nmodel="m"\ndtype="d"\nlow=2\nhigh=1\nreason="r"', "expected low below high"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from harness.engine.start import numba_out_of_sight
 from harness.patching import LoadedPatch, list_patches, load_patch
 
 pytest.importorskip("vllm")
@@ -60,17 +61,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if "norm" in name:  # all ones would hide what happens to norm weights
             torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.to(torch.bfloat16).save_pretrained(folder)
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_seqs=4,
-        block_size=32,
-        enable_prefix_caching=False,
-        seed=0,
-    )
+    with numba_out_of_sight():
+        llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=1024,
+            max_num_seqs=4,
+            block_size=32,
+            enable_prefix_caching=False,
+            seed=0,
+        )
     yield llm
     os.environ.clear()
     os.environ.update(before)

@@ -252,10 +252,38 @@ def test_few_documents_take_the_larger_of_their_own_variance_and_the_cells() -> 
         share = [candidate[of.mask(s)].sum() / candidate.sum() for s in found.strata[3:]]
         implied = math.sqrt(sum((w * e) ** 2 for w, e in zip(share, found.error[3:], strict=True)))
         assert alone.freedom[0] == 2
-        assert found.freedom[0] >= alone.freedom[0]
         assert found.error[0] == pytest.approx(max(alone.error[0], implied))
+        if alone.error[0] > implied:
+            assert found.freedom[0] == alone.freedom[0]
+        else:
+            expected = satterthwaite((np.array(share) * found.error[3:]) ** 2, found.freedom[3:])
+            assert found.freedom[0] == pytest.approx(max(2.0, expected))
         seen[alone.error[0] > implied] += 1
     assert all(seen.values())
+
+
+def satterthwaite(terms: np.ndarray, freedom: np.ndarray) -> float:
+    """By the textbook, with the cells that share a variance (the largest freedom) as one component."""
+    shared = freedom == freedom.max()
+    parts = [(terms[shared].sum(), freedom.max()), *zip(terms[~shared], freedom[~shared], strict=True)]
+    return float(terms.sum() ** 2 / sum(v**2 / f for v, f in parts))
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_one_noisy_cell_costs_the_cells_only_its_part_of_their_freedom(spread: float) -> None:
+    # Two documents that differ with opposite signs at the two depths: the documents themselves hardly differ.
+    of = units(2)
+    first = np.array([str(d).endswith("0") for d in of.document])
+    sign = np.where(first, 1.0, -1.0) * np.where(of.depth == 512, 1.0, -1.0)
+    noisy = of.mask(DECODE_PROSE)
+    size = np.where(noisy, 0.01 * spread, 0.01)
+    found = ratios(of, np.exp(size * sign), np.ones(len(of.rows)))
+    keeps = found.freedom[at(found, DECODE_PROSE)] == 1
+    assert keeps == (spread > 2)
+    weights = np.full(8, 1 / 8)
+    expected = satterthwaite((weights * found.error[3:]) ** 2, found.freedom[3:])
+    assert found.freedom[0] == pytest.approx(max(2.0, expected), rel=0.02)
+    assert bool(found.freedom[0] == pytest.approx(8.0)) is (spread < 2)
 
 
 def test_enough_documents_do_not_borrow() -> None:
@@ -584,7 +612,7 @@ def test_an_unknown_error_detects_nothing() -> None:
 
 def test_a_plan_counts_rows_bytes_and_minutes() -> None:
     corpus = make_corpus(documents=9, depths=(32, 48), prefill=12, decode=12)
-    found = plan(corpus, vocab_size=1000, decode_rate=10.0)
+    found = plan(corpus, vocab_size=1000, limit=1.4, decode_rate=10.0)
     assert found.rows == corpus.rows == 2 * 9 * 2 * 24
     assert found.bytes == found.rows * 2000
     assert found.minutes == pytest.approx(2 * 9 * ((32 + 48) / 15 + 2 * 12) / 10 / 60)
@@ -595,7 +623,7 @@ def test_a_plan_counts_rows_bytes_and_minutes() -> None:
 
 def test_a_plan_for_a_smoke_corpus_has_no_cells_and_more_rows_see_more() -> None:
     small, large = (make_corpus(documents=d, smoke=True) for d in (2, 8))
-    plans = [dict(plan(c, vocab_size=10).detectable) for c in (small, large)]
+    plans = [dict(plan(c, vocab_size=10, limit=1.4).detectable) for c in (small, large)]
     assert all(s.kind is None for s in plans[0])
     assert plans[1][OVERALL] < plans[0][OVERALL]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +13,10 @@ from harness.corpus import check_fits
 from harness.engine.arguments import make_config, with_comparable_defaults
 from harness.engine.describe import build_from
 from harness.engine.instrument import LogprobLog
-from harness.engine.layout import TESTED_VERSIONS
 from harness.engine.logs import EngineLog
-from harness.engine.plugin import ASKED
 from harness.engine.requests import ARGUMENT, ScoredRequest, plan
-from harness.errors import EngineError, LogitgateError, PatchError, UsageError
+from harness.engine.start import refuse_untested, start_engine
+from harness.errors import EngineError, PatchError, UsageError
 from harness.patching import LoadedPatch
 from harness.storage import begin_recording, finish_recording
 from harness.types import Build, Corpus, Json, Manifest
@@ -39,9 +37,9 @@ class EngineSession:
         self.requested = with_comparable_defaults(arguments)
         self._log = EngineLog()
         with self._log.attached():
-            _refuse_untested(untested)
+            refuse_untested(untested)
             self._config = make_config(model, self.requested)
-            self._engine = _start(self._config, self._log)
+            self._engine = start_engine(self._config, self._log)
         self.facts: Mapping[str, Any] = self._call("describe")[0]
 
     @property
@@ -125,6 +123,15 @@ class EngineSession:
         self._run(plan(corpus), concurrency, "engine", log=None, progress=None)
         return time.monotonic() - begun
 
+    def all_prompt_logprobs(self, ids: Sequence[int]) -> None:
+        """Ask vLLM's own API for every log-prob of every prompt row (needs `max_logprobs=-1`). For benchmarks."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
+        self._engine.add_request("all-logprobs", {"prompt_token_ids": list(ids)}, params)
+        while self._engine.has_unfinished_requests():
+            self._step()
+
     def _build(self, patches: Sequence[Json], concurrency: int, prompt_rows: str) -> Build:
         requested = {**self.requested, "concurrency": concurrency, "prompt_rows": prompt_rows}
         return build_from(self.model, requested, self.facts, patches)
@@ -191,31 +198,6 @@ class EngineSession:
             if "error" in answer:
                 raise EngineError(answer["error"])
         return [answer["ok"] for answer in answers]
-
-
-def _start(config: Any, log: EngineLog) -> Any:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    before = os.environ.get(ASKED)
-    os.environ[ASKED] = "1"
-    try:
-        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
-    except LogitgateError:
-        raise
-    except Exception as error:
-        raise EngineError(f"vLLM did not start: {error or type(error).__name__}; {log.reason()}") from error
-    finally:
-        os.environ.pop(ASKED) if before is None else os.environ.__setitem__(ASKED, before)
-
-
-def _refuse_untested(untested: bool) -> None:
-    import vllm
-
-    if vllm.__version__ not in TESTED_VERSIONS and not untested:
-        raise EngineError(
-            f"vLLM {vllm.__version__} was not tested with logitgate (tested: {', '.join(TESTED_VERSIONS)}); "
-            "use --untested-engine to go on: the instrument check still decides"
-        )
 
 
 def _head_dtype(config: Any) -> Any:

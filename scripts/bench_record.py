@@ -1,0 +1,134 @@
+"""What recording costs: ratios from one run on one engine, over the embedded model.
+
+    python scripts/bench_record.py [--repeats 3] [--dtype bfloat16]
+
+Prints three ratios. Time of a recording over the same requests with nothing captured and nothing forced
+(`prompt_logprobs=0` in both); what the engine's processes grow by while recording a corpus and a corpus four times as
+long; prompt rows a second of the capture over those of `prompt_logprobs=-1` through vLLM's API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from harness.corpus import build_corpus, load_manifest, load_tokenizer, seal
+from harness.embedded import embedded_model
+from harness.engine.session import EngineSession
+from harness.types import Corpus, Segment
+
+PROMPT = 256  # tokens of each segment here: short, so that capture weighs as much as it can
+DECODE = 32
+ALL_LOGPROBS_ROWS = 64  # `prompt_logprobs=-1` makes V Python objects a row
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--dtype", default="bfloat16")
+    asked = options.parse_args()
+    model = str(embedded_model())
+    small, large = bench_corpus(model, repeats=1), bench_corpus(model, repeats=4)
+    arguments = {"dtype": asked.dtype, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 29, "max_logprobs": -1}
+    with EngineSession(model, arguments) as session, tempfile.TemporaryDirectory() as folder:
+        session.serve_uncaptured(small)  # warm-up
+        ratios = [timed_ratio(session, small, Path(folder) / f"r{i}") for i in range(asked.repeats)]
+        print(f"recording / same requests uncaptured: {statistics.median(ratios):.3f}  (all: {_list(ratios)})")
+        growth = [memory_growth(session, corpus, Path(folder) / f"m{i}") for i, corpus in enumerate((small, large))]
+        print(f"memory while recording, over the uncaptured peak: {growth[0]:.0f} MB for {small.rows} rows, "
+              f"{growth[1]:.0f} MB for {large.rows} rows")  # fmt: skip
+        capture, public = prompt_rates(session, small, Path(folder) / "p")
+        print(
+            f"prompt rows a second, capture / prompt_logprobs=-1: {capture / public:.0f} ({capture:.0f} / {public:.1f})"
+        )
+
+
+def bench_corpus(model: str, *, repeats: int) -> Corpus:
+    """Every prompt row and `DECODE` decode rows of short segments cut from the quick corpus's documents."""
+    quick = build_corpus(load_manifest("quick"), load_tokenizer(model), tokenizer_name="smollm2")
+    segments = []
+    for repeat in range(repeats):
+        for source in quick.segments:
+            ids = source.token_ids[repeat * 64 :][: PROMPT + DECODE + 1]
+            segments.append(
+                Segment(
+                    id=f"{source.id}-{repeat}", document=source.document, kind=source.kind, depth=PROMPT,
+                    token_ids=ids, decode_from=PROMPT, windows=((0, PROMPT),),
+                )
+            )  # fmt: skip
+    return seal(dataclasses.replace(quick, name="bench", segments=tuple(segments)))
+
+
+def timed_ratio(session: EngineSession, corpus: Corpus, folder: Path) -> float:
+    """Wall time of a recording over that of the same requests with nothing captured, one after the other."""
+    plain = session.serve_uncaptured(corpus)
+    manifest = session.record(corpus, folder)
+    assert manifest.seconds is not None
+    return manifest.seconds / plain
+
+
+def memory_growth(session: EngineSession, corpus: Corpus, folder: Path) -> float:
+    """Peak memory of this process and its children while recording, less the peak while serving uncaptured, MB."""
+    with peak() as plain:
+        session.serve_uncaptured(corpus)
+    with peak() as recording:
+        session.record(corpus, folder)
+    return (recording[0] - plain[0]) / 1e6
+
+
+def prompt_rates(session: EngineSession, corpus: Corpus, folder: Path) -> tuple[float, float]:
+    """Prompt rows a second: captured whole, and through the API with all log-probs, over the same prompts."""
+    prompts_only = [
+        dataclasses.replace(s, token_ids=s.token_ids[: PROMPT + 1], windows=((0, PROMPT),)) for s in corpus.segments
+    ]
+    prompt_corpus = seal(dataclasses.replace(corpus, segments=tuple(prompts_only)))
+    manifest = session.record(prompt_corpus, folder)
+    assert manifest.seconds is not None
+    ids = corpus.segments[0].token_ids[: ALL_LOGPROBS_ROWS + 1].tolist()
+    begun = time.monotonic()
+    session.all_prompt_logprobs(ids)
+    return manifest.rows_written / manifest.seconds, ALL_LOGPROBS_ROWS / (time.monotonic() - begun)
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """The largest resident memory of this process and its children while inside, bytes, as the list's one entry."""
+    seen, stop = [0], threading.Event()
+
+    def watch() -> None:
+        me = psutil.Process()
+        while not stop.wait(0.05):
+            family = [me, *me.children(recursive=True)]
+            seen[0] = max(seen[0], sum(_resident(p) for p in family))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _list(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+if __name__ == "__main__":
+    main()
