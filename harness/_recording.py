@@ -112,6 +112,10 @@ class Recording:
     def _settled(self, manifest: Manifest, identity: str, *, verify: bool) -> Manifest:
         """The manifest, true to the rows: an interrupted recording's is completed from what is there."""
         if not manifest.id:
+            if manifest.complete:
+                raise StorageError(
+                    f"{self.folder / MANIFEST} says complete but has no id: it was altered; resume, or record again"
+                )
             reason = "the recording was interrupted: resume it"
             stock = take_stock(self.folder, manifest, self.corpus, self._parts, self._places, reason)
             return replace(stock, id=identity)

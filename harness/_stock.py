@@ -58,6 +58,11 @@ def load_own_corpus(folder: Path, manifest: Manifest) -> Corpus:
     """The recording's own copy of the corpus. Raises StorageError if it is missing, damaged or another one."""
     from harness.corpus import load_corpus
 
+    if not (folder / CORPUS).exists():
+        raise StorageError(
+            f"{folder / CORPUS} is missing, the recording's own copy of its corpus: put the corpus file "
+            f"{manifest.corpus_name} {manifest.corpus_sha256[:12]} there, or record again"
+        )
     corpus = load_corpus(folder / CORPUS)
     if corpus.sha256 != manifest.corpus_sha256:
         raise StorageError(

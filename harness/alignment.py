@@ -21,6 +21,7 @@ SHIFTS = (-3, -2, -1, 1, 2, 3)
 SAMPLED_ROWS = 8  # per group: enough for seven of eight to agree, and cheap at 250,000 ids
 SAMPLED_GROUPS = 32  # most suspicious first, which bounds the time a wholly broken candidate takes
 SAMPLED_PAIRS = 64
+SAME_LSE = 1e-9  # nats: equal rows sum up in another order where the reference's top ids differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +166,19 @@ def _find_swap(
         other = groups[number]
         there = kl(reference.logprobs(other.segment, other.phase, other.index[ordinal]), own)
         fits = explains(home, there)
-        if fits.any() and (best is None or len(best.rows) < fits.sum()):
-            best = Match(
-                group=group,
-                place=number,
-                rows=rows[fits],
-                looked_at=len(rows),
-                kl_home=float(np.median(home[fits])),
-                kl_there=float(np.median(there[fits])),
-            )
+        if not fits.any():
+            continue
+        match = Match(
+            group=group,
+            place=number,
+            rows=rows[fits],
+            looked_at=len(rows),
+            kl_home=float(np.median(home[fits])),
+            kl_there=float(np.median(there[fits])),
+        )
+        # The same text at another depth fits nearly as well: of equally many rows the nearest decide.
+        if best is None or (len(match.rows), -match.kl_there) > (len(best.rows), -best.kl_there):
+            best = match
     return best
 
 
@@ -221,9 +226,9 @@ def _repeated(
     """Rows bit-equal to the row before them although the reference moved on."""
     equal = np.zeros(len(positions["index"]), np.bool_)
     equal[1:] = (
-        (positions["lse_candidate"][1:] == positions["lse_candidate"][:-1])
+        (_steps(positions["lse_candidate"]) < SAME_LSE)
         & (positions["top1_candidate"][1:] == positions["top1_candidate"][:-1])
-        & (positions["lse_reference"][1:] != positions["lse_reference"][:-1])
+        & ~(_steps(positions["lse_reference"]) < SAME_LSE)
     )
     equal[[g.rows[0] for g in groups]] = False
     group_of = np.repeat(np.arange(len(groups)), [len(g.rows) for g in groups])
@@ -231,7 +236,8 @@ def _repeated(
     for row in spread(np.flatnonzero(equal), SAMPLED_PAIRS):
         group = groups[group_of[row]]
         pair = candidate.read(group.segment, group.phase, np.asarray(positions["index"][row - 1 : row + 1], np.int64))
-        if pair[0].tobytes() == pair[1].tobytes():
+        equal[row] = pair[0].tobytes() == pair[1].tobytes()
+        if equal[row]:
             confirmed.append(int(row))
     if not confirmed:
         return np.empty(0, np.int64), []
@@ -245,6 +251,12 @@ def _repeated(
     message += f"{kl20[first]:.2g}, the row before {kl20[first - 1]:.2g}): "
     message += "a captured row was written again" if len(stuck) else "the engine gives the same row at every step"
     return np.flatnonzero(equal), [Finding(code="rows-repeated", message=message, fatal=len(stuck) > 0)]
+
+
+def _steps(lse_p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How far each row's log-sum-exp lies from the row's before it, [P - 1]; NaN beside a row without one."""
+    with np.errstate(invalid="ignore"):
+        return np.abs(np.diff(lse_p))
 
 
 # --------------------------------------------------------------------------- wording

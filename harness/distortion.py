@@ -26,12 +26,14 @@ from harness.evidence import (
     spread,
     suspicious_rows,
 )
+from harness.metrics import decode
 from harness.types import Columns, Finding, LogitsDtype, Phase
 
 LogProbs = NDArray[np.float32]
 
 SAMPLED_ROWS = 32
 NORMALISED_LSE = 0.05  # nats: log-probs have a log-sum-exp of zero; 16-bit rounding moves it by less than this
+NORMALISED_SUM = 0.01  # of probabilities in 16 bits
 LEAST_SLOPE = 0.02  # |slope - 1|, median over a phase: a hundred times what rounding does to thousands of rows
 TEMPERED = 0.5  # a temperature is named if undoing it at least halves the KL: other faults keep theirs
 SAME_PROFILE_KL = 0.02  # nats between sorted probabilities
@@ -47,15 +49,16 @@ def distorted(
     `misplaced` says that rows were already found to belong elsewhere: the search for other explanations is left
     out then. Columns as `alignment.misplaced` takes them; rows with NaN are left out.
     """
-    masked = _masked(positions)
+    masked = _masked(positions, candidate)
     findings = [*_normalised(positions), *masked]
     suspicious = suspicious_rows(positions)
     sound = positions["nan_candidate"] == 0
     if not misplaced and suspicious.any() and suspicious.sum() >= 0.5 * sound.sum():
         rows = spread(np.flatnonzero(suspicious), SAMPLED_ROWS)
         logp, raw, own = _sample(positions, rows, reference, candidate)
-        strange = _misread(logp, raw, own, candidate.dtype) or _renumbered(logp, own, positions["entropy"][rows])
-        if strange := strange or _unrelated(logp, own):
+        strange = _misread(logp, raw, own, candidate.dtype) or _exponentiated(raw, candidate.dtype)
+        strange = strange or _renumbered(logp, own, positions["entropy"][rows]) or _unrelated(logp, own)
+        if strange:
             return (*findings, *strange)
     if not misplaced and not masked:
         findings += _tempered(positions, sound, reference, candidate)
@@ -98,7 +101,7 @@ def _normalised(positions: Columns) -> list[Finding]:
     return [Finding(code="log-probs-stored", message=message, fatal=True)]
 
 
-def _masked(positions: Columns) -> list[Finding]:
+def _masked(positions: Columns, candidate: RowSource) -> list[Finding]:
     """Ids at -inf in most rows of a phase: a sampling mask or a processor ran before the capture."""
     findings = []
     for phase, rows in _phases(positions):
@@ -109,11 +112,26 @@ def _masked(positions: Columns) -> list[Finding]:
             continue
         least, most = int(masked.min()), int(masked.max())
         what = f"{most} ids" if least == most else f"{least} to {most} ids"
-        kind = "the same number in every row, as a top-k mask leaves" if least == most else "as a top-p mask leaves"
-        message = f"{phase} rows have {what} at -inf ({share:.0%} of rows; {kind}): "
+        kept = _top_k(positions, spread(rows, SAMPLED_ROWS), candidate)
+        kind = (
+            f"all but the {kept} largest and their equals, as a top-k mask leaves" if kept else "as a top-p mask leaves"
+        )
+        message = f"{phase} rows have {what} at -inf ({share:.0%} of rows; {kind} leaves): "
         message += "a mask or logits processor changed the logits"
         findings.append(Finding(code="logits-masked", message=message, fatal=False))
     return findings
+
+
+def _top_k(positions: Columns, rows: NDArray[np.int64], candidate: RowSource) -> int:
+    """The one k whose top-k mask explains what each row kept; 0 if there is none. A mask keeps what equals the k-th."""
+    above, kept = [], []
+    for group, index in _by_group(positions, rows):
+        logits = decode(candidate.read(group.segment, group.phase, index), candidate.dtype)
+        finite = np.isfinite(logits)
+        lowest = np.where(finite, logits, np.inf).min(axis=-1, keepdims=True)
+        above += (finite & (logits > lowest)).sum(axis=-1).tolist()
+        kept += finite.sum(axis=-1).tolist()
+    return min(kept) if max(above) < min(kept) else 0
 
 
 def _tempered(
@@ -166,6 +184,20 @@ def _misread(logp: LogProbs, raw: Array, own: LogProbs, dtype: LogitsDtype) -> l
         f"{np.median(there):.2g} read as {other}): the recorder's logits_dtype is wrong"
     )
     return [Finding(code="wrong-dtype", message=message, fatal=True)]
+
+
+def _exponentiated(raw: Array, dtype: LogitsDtype) -> list[Finding]:
+    """Probabilities where logits belong: nothing below 0, and each row sums up to 1."""
+    rows = decode(raw, dtype).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(rows.sum(axis=-1) - 1)
+    if (rows < 0).any() or not (off < NORMALISED_SUM).all():
+        return []
+    message = (
+        f"probabilities are stored where logits belong: each of {len(rows)} rows looked at sums up to 1 (off by at "
+        f"most {off.max():.2g}) and has nothing below 0: capture the logits before the softmax"
+    )
+    return [Finding(code="probabilities-stored", message=message, fatal=True)]
 
 
 def _renumbered(logp: LogProbs, own: LogProbs, entropy: Array) -> list[Finding]:

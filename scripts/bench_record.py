@@ -24,10 +24,10 @@ import psutil
 from harness.corpus import build_corpus, load_manifest, load_tokenizer, seal
 from harness.embedded import embedded_model
 from harness.engine.session import EngineSession
-from harness.types import Corpus, Segment
+from harness.types import Corpus
 
-PROMPT = 256  # tokens of each segment here: short, so that capture weighs as much as it can
-DECODE = 32
+DEPTH = 512  # of the quick corpus's segments; its deeper ones capture as many rows for four times the work
+PROMPT = 256  # tokens of the prompts whose every row is captured
 ALL_LOGPROBS_ROWS = 64  # `prompt_logprobs=-1` makes V Python objects a row
 
 
@@ -53,18 +53,10 @@ def main() -> None:
 
 
 def bench_corpus(model: str, *, repeats: int) -> Corpus:
-    """Every prompt row and `DECODE` decode rows of short segments cut from the quick corpus's documents."""
+    """One shallow segment of each kind of the quick corpus, as many times as asked."""
     quick = build_corpus(load_manifest("quick"), load_tokenizer(model), tokenizer_name="smollm2")
-    segments = []
-    for repeat in range(repeats):
-        for source in quick.segments:
-            ids = source.token_ids[repeat * 64 :][: PROMPT + DECODE + 1]
-            segments.append(
-                Segment(
-                    id=f"{source.id}-{repeat}", document=source.document, kind=source.kind, depth=PROMPT,
-                    token_ids=ids, decode_from=PROMPT, windows=((0, PROMPT),),
-                )
-            )  # fmt: skip
+    shallow = {s.kind: s for s in quick.segments if s.depth == DEPTH}.values()
+    segments = [dataclasses.replace(s, id=f"{s.id}-{i}") for i in range(repeats) for s in shallow]
     return seal(dataclasses.replace(quick, name="bench", segments=tuple(segments)))
 
 
@@ -88,7 +80,8 @@ def memory_growth(session: EngineSession, corpus: Corpus, folder: Path) -> float
 def prompt_rates(session: EngineSession, corpus: Corpus, folder: Path) -> tuple[float, float]:
     """Prompt rows a second: captured whole, and through the API with all log-probs, over the same prompts."""
     prompts_only = [
-        dataclasses.replace(s, token_ids=s.token_ids[: PROMPT + 1], windows=((0, PROMPT),)) for s in corpus.segments
+        dataclasses.replace(s, token_ids=s.token_ids[: PROMPT + 1], decode_from=PROMPT, windows=((0, PROMPT),))
+        for s in corpus.segments
     ]
     prompt_corpus = seal(dataclasses.replace(corpus, segments=tuple(prompts_only)))
     manifest = session.record(prompt_corpus, folder)

@@ -288,3 +288,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"logitgate {__version__}\n"
+
+
+def test_sigterm_unwinds_like_ctrl_c_so_that_engines_are_closed() -> None:
+    code = (
+        "import os, signal, time, harness.cli as cli\n"
+        "def app(**_):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(30)\n"
+        "    finally:\n"
+        "        print('closed')\n"
+        "cli.app = app\n"
+        "cli.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "closed\n"
+    assert done.returncode == 130

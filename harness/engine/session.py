@@ -128,7 +128,7 @@ class EngineSession:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
-        self._engine.add_request("all-logprobs", {"prompt_token_ids": list(ids)}, params)
+        self._add("all-logprobs", ids, params)
         while self._engine.has_unfinished_requests():
             self._step()
 
@@ -176,7 +176,11 @@ class EngineSession:
             extra_args={ARGUMENT: request.to_argument()} if ours else None,
         )
         params.skip_reading_prefix_cache = True if request.scores_prompt else None
-        self._engine.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, params)
+        self._add(request.id, request.prompt, params)
+
+    def _add(self, request_id: str, ids: Sequence[int], params: Any) -> None:
+        (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+        self._engine.add_request(request_id, prompt, params)
 
     def _step(self) -> list[Any]:
         try:

@@ -72,7 +72,7 @@ def recording_facts(path: Path, manifest: Manifest) -> Facts:
         "model": build.model,
         "dtype": build.dtype,
         "device": build.device,
-        "patches": [f"{patch['name']} ({patch['kind']})" for patch in build.patches],
+        "patches": [f"{p.get('name', 'unnamed')} ({p.get('kind', 'of no kind')})" for p in build.patches],
         "requested": dict(build.requested),
         "instrument": None if check is None else _check_line(check.passed, check.rows, check.max_error, check.limit),
         "own_error": dict(manifest.own_error) if manifest.own_error is not None else None,
