@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -15,8 +16,11 @@ from typing import IO
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file to write that becomes `path` when the block ends without an error; else `path` is as it was.
 
-    Missing folders are made. Written under a hidden temporary name (".NAME.*.tmp"), fsynced, renamed. Raises OSError.
+    Missing folders are made. Written under a hidden temporary name (".NAME.*.tmp"), fsynced, renamed. Raises OSError,
+    for a device, pipe or socket before anything is written: the rename would put an ordinary file in its place.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not an ordinary file but a device, pipe or socket", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)

@@ -7,6 +7,7 @@ it runs, so that `--help` stays quick and comparing needs neither torch nor vllm
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -302,6 +303,7 @@ def _with_needs(given: Mapping[str, Any], patches: Sequence[LoadedPatch]) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code. Raises nothing."""
+    _open_closed_streams()
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="logitgate")
         sys.stdout.flush()
@@ -321,14 +323,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # a library's own exit: its 1 must not read as a FAIL
         return stop.code if stop.code in (0, EXIT_USAGE) and isinstance(stop.code, int) else EXIT_NO_JUDGEMENT
     except BaseException as error:  # panics of compiled libraries derive from BaseException
-        what = f"unexpected {type(error).__name__}: {error}; this is a bug: run again with --debug for the traceback"
-        return _complain(error, EXIT_NO_JUDGEMENT, what)
+        return _complain(error, EXIT_NO_JUDGEMENT, _unexpected(error))
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a stream its parent closed (`>&-`), and `print` then falls back on the other one."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
 
 
 def run() -> NoReturn:
     """The `logitgate` command. SIGTERM ends it as Ctrl-C does, so that an engine it started is shut down with it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
+
+
+def _unexpected(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"could not write {error.filename or 'the output'}: no space left on the device; free some and run again"
+    return f"unexpected {type(error).__name__}: {error}; this is a bug: run again with --debug for the traceback"
 
 
 def _command_path(error: TyperException) -> str:
@@ -341,7 +355,9 @@ def _complain(error: BaseException, code: int, message: str) -> int:
         import traceback
 
         traceback.print_exception(error)
-    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+    from harness.report.visible import visible
+
+    line = visible(" ".join(message.split()))
     print(f"logitgate: {line}", file=sys.stderr, flush=True)
     return code
 

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -230,7 +231,7 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
 
 def load_corpus(path: Path) -> Corpus:
     """Read a corpus file. Raises StorageError if it is missing, truncated, altered, newer, or not a corpus."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
         raise StorageError(f"there is no corpus file {path}: build one with `logitgate corpus build`")
     try:
         table = pq.read_table(path)

@@ -265,7 +265,7 @@ def _execute(path: Path, source: bytes, sha256: str) -> ModuleType:
         exec(compile(source, str(path), "exec"), vars(module))
     except LogitgateError as error:
         raise PatchError(f"{path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file's own exit(0) must not read as a PASS
         raise PatchError(f"{path}: the patch file does not load: {type(error).__name__}: {error}") from error
     return module
 

@@ -181,6 +181,29 @@ def test_a_row_written_twice_is_named() -> None:
     assert f"prose-00-d32 (decode) index {index}" in finding.message
 
 
+def test_repeated_rows_are_named_although_their_sums_differ_in_the_last_bits() -> None:
+    candidate = with_noise(REFERENCE, NOISE)
+    rows = candidate["prose-00-d32", Phase.DECODE]
+    rows[1::2] = rows[0::2]
+    positions = columns_of(CORPUS, REFERENCE, candidate)
+    lse = positions["lse_candidate"]
+    positions["lse_candidate"] = lse + np.spacing(lse) * (np.arange(len(lse)) % 3)
+    finding = only(misplaced(positions, source(CORPUS, REFERENCE), source(CORPUS, candidate)))
+    assert (finding.code, finding.fatal) == ("rows-repeated", True)
+    assert finding.message.startswith(f"{len(rows) // 2} rows")
+
+
+def test_swapped_with_a_text_that_is_there_at_two_depths_names_the_right_one() -> None:
+    candidate, reference = with_noise(REFERENCE, NOISE), dict(REFERENCE)
+    a, b, deeper = ("code-00-d32", Phase.DECODE), ("prose-00-d32", Phase.DECODE), ("prose-00-d48", Phase.DECODE)
+    reference[deeper] = with_noise(reference, 3 * NOISE, seed=5)[b]
+    candidate[deeper] = with_noise(reference, NOISE, seed=6)[deeper]
+    candidate[a], candidate[b] = candidate[b], candidate[a]
+    finding = only(diagnose(candidate, reference=reference))
+    assert finding.code == "requests-swapped"
+    assert "code-00-d32 (decode) holds prose-00-d32 (decode)" in finding.message
+
+
 def test_equal_rows_are_no_finding_where_the_reference_repeats_itself_too() -> None:
     reference = {key: row.copy() for key, row in REFERENCE.items()}
     reference["prose-00-d32", Phase.DECODE][7] = reference["prose-00-d32", Phase.DECODE][6]

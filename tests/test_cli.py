@@ -196,13 +196,14 @@ def test_an_unknown_engine_argument_is_exit_2_and_named(
     [
         (PatchError("it did\nnot fire"), 4, "logitgate: it did not fire"),
         (ZeroDivisionError("a bug"), 4, "logitgate: unexpected ZeroDivisionError: a bug; this is a bug: "),
+        (OSError(28, "No space left on device"), 4, "logitgate: could not write the output: no space left"),
         (MemoryError(), 4, "logitgate: unexpected MemoryError"),
         (SystemExit(1), 4, ""),
         (SystemExit(2), 2, ""),
         (SystemExit("text"), 4, ""),
         (KeyboardInterrupt(), 130, ""),
         (BaseException("a panic"), 4, "logitgate: unexpected BaseException: a panic"),
-        (PatchError("\x1b[31mred\x1b[0m\u202e"), 4, "logitgate: [31mred [0m"),
+        (PatchError("\x1b[31mred\x1b[0m\u202e\udcff"), 4, "logitgate: \\x1b[31mred\\x1b[0m\\u202e\\udcff"),
     ],
 )
 def test_whatever_is_raised_becomes_a_code_and_a_line(
@@ -240,6 +241,21 @@ def test_a_reader_that_goes_away_is_no_verdict() -> None:
     assert (done.returncode, done.stderr) == (4, b"")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_changes_no_exit_code(folders: dict[str, Path], stream: str) -> None:
+    command = f"import sys; from harness.cli import main; sys.{stream} = None; sys.exit(main(sys.argv[1:]))"
+    compare = ["compare", *(str(folders[name]) for name in ("reference", "bad"))]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *compare, "--floor", str(folders["floor"])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "" if stream == "stdout" else done.stdout.splitlines()[-1].startswith("FAIL")
+
+
 # --------------------------------------------------------------------------- looking at things
 
 
@@ -265,11 +281,28 @@ def test_show_describes_a_corpus(tmp_path: Path, corpus: Corpus, capsys: pytest.
     assert corpus.sha256 in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["nothing-here", "words.txt"])
+@pytest.mark.parametrize("name", ["nothing-here", "words.txt", "a" * 5000])
 def test_show_refuses_what_is_no_artefact(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "words.txt").write_text("hello")
     assert main(["show", str(tmp_path / name)]) == 4
     assert name in capsys.readouterr().err
+
+
+def test_show_describes_a_recording_whose_patches_have_no_names(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "r", corpus, make_rows(corpus), build=make_build(patches=({},)))
+    assert main(["show", str(tmp_path / "r")]) == 0
+    assert "unnamed" in capsys.readouterr().out
+
+
+def test_positions_never_replace_a_device_or_a_pipe(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert run_judge(folders, "good", "--positions", str(tmp_path / "pipe")) == 4
+    assert "not an ordinary file" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_patches_list_and_show_agree(capsys: pytest.CaptureFixture[str]) -> None:

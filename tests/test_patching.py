@@ -179,6 +179,7 @@ def test_a_configuration_needs_no_apply(tmp_path: Path) -> None:
         (HEADER + 'PATCH = patch("a", phase="warm-up")', "phase must be one of both, prefill, decode, not 'warm-up'"),
         ("def apply(runner:", "does not load: SyntaxError"),
         ("import a_module_that_does_not_exist", "does not load: ModuleNotFoundError"),
+        ("raise SystemExit(0)", "does not load: SystemExit"),
     ],
 )
 def test_bad_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

@@ -509,6 +509,9 @@ def test_an_altered_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the manifest was altered"):
         Recording(tmp_path)
     identity = json.loads(text)["id"]
+    file.write_text(text.replace('"complete": false', '"complete": true').replace(identity, ""))
+    with pytest.raises(StorageError, match="complete but has no id"):
+        Recording(tmp_path)
     file.write_text(text.replace(identity, "0" * 64))
     with pytest.raises(StorageError, match="says that the rows hash to 000000000000"):
         Recording(tmp_path, verify=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -73,8 +73,11 @@ class EngineSession:
             for patch in patches:
                 self._call("patch", patch.reference)
             yield tuple(patch.describe() for patch in patches)
-        finally:
-            fired = self._call("undo")
+        except Exception:  # not an interrupt: that reaches the engine too, which then answers no one
+            with suppress(EngineError):
+                self._call("undo")
+            raise
+        fired = self._call("undo")
         for patch in patches:
             if all(worker.get(patch.patch.name) == 0 for worker in fired):
                 raise PatchError(
@@ -112,8 +115,11 @@ class EngineSession:
         log = LogprobLog()
         try:
             self._run(plan(corpus, present.by_segment()), concurrency, prompt_rows, log, progress)
-        finally:
-            self._call("finish")
+        except Exception:  # as above
+            with suppress(EngineError):
+                self._call("finish")
+            raise
+        self._call("finish")
         check = log.check(folder)
         return finish_recording(folder, build, instrument=check, seconds=time.monotonic() - begun)
 

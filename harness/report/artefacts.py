@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ Facts = dict[str, Any]
 
 def facts(path: Path) -> Facts:
     """Describe a recording's folder or a corpus file. Raises StorageError for anything else."""
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, false for a name that is too long
         raise StorageError(f"{path} does not exist: expected a corpus file or a recording's folder")
     if path.is_dir():
         from harness.storage import Recording
