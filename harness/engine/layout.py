@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import EngineError
+from harness.types import ITEM_BYTES, LogitsDtype
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases the capture was run on."""
@@ -92,3 +93,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
         problems.append("batch-sharded sampling (no rank holds all rows)")
     if problems:
         raise EngineError("this engine cannot be recorded: " + "; ".join(problems) + ". Start it without.")
+
+
+def head_dtype(vllm_config: Any) -> LogitsDtype:
+    """The dtype of the engine's logits. Raises EngineError for one that a recording cannot hold."""
+    dtype: LogitsDtype = str(vllm_config.model_config.head_dtype).removeprefix("torch.")  # type: ignore[assignment]
+    if dtype not in ITEM_BYTES:
+        raise EngineError(f"the engine's logits are {dtype}: expected one of {', '.join(ITEM_BYTES)}")
+    return dtype

@@ -13,6 +13,7 @@ from harness.corpus import check_fits
 from harness.engine.arguments import make_config, with_comparable_defaults
 from harness.engine.describe import build_from
 from harness.engine.instrument import LogprobLog
+from harness.engine.layout import head_dtype
 from harness.engine.logs import EngineLog
 from harness.engine.requests import ARGUMENT, ScoredRequest, plan
 from harness.engine.start import refuse_untested, start_engine
@@ -107,7 +108,7 @@ class EngineSession:
         check_fits(corpus, max_positions=self.max_positions, vocab_size=self.vocab_size, tokenizer_sha256=None)
         begun = time.monotonic()
         build = self._build(patches, concurrency, prompt_rows)
-        logits_dtype = _head_dtype(self._config)
+        logits_dtype = head_dtype(self._config)
         present = begin_recording(
             folder, corpus, build, vocab_size=self.vocab_size, logits_dtype=logits_dtype, resume=resume
         )
@@ -208,7 +209,3 @@ class EngineSession:
             if "error" in answer:
                 raise EngineError(answer["error"])
         return [answer["ok"] for answer in answers]
-
-
-def _head_dtype(config: Any) -> Any:
-    return str(config.model_config.head_dtype).removeprefix("torch.")

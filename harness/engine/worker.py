@@ -13,11 +13,10 @@ from typing import Any
 
 from harness.engine.capture import Capture
 from harness.engine.describe import describe_worker
-from harness.engine.layout import refuse_unsupported, runner_kind
+from harness.engine.layout import head_dtype, refuse_unsupported, runner_kind
 from harness.engine.writer import BackgroundWriter
 from harness.errors import EngineError, LogitgateError
 from harness.patching import Applied, load_patch
-from harness.types import ITEM_BYTES
 
 
 def attach(worker: Any) -> None:
@@ -46,7 +45,7 @@ class WorkerService:
         if self._capture is None:
             self._capture = Capture(runner)
         if self._writes():
-            dtype = _head_dtype(runner)
+            dtype = head_dtype(runner.vllm_config)
             rank = int(getattr(self._worker, "rank", 0))
             self._writer = BackgroundWriter(
                 Path(folder), vocab_size=vocab_size, logits_dtype=dtype, prefix=f"part-r{rank}"
@@ -85,14 +84,6 @@ class WorkerService:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         return bool(get_pp_group().is_last_rank) and get_tp_group().rank_in_group == 0
-
-
-def _head_dtype(runner: Any) -> Any:
-    config = runner.vllm_config.model_config
-    dtype = str(getattr(config, "head_dtype", None) or config.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise EngineError(f"the engine's logits are {dtype}: expected one of {', '.join(ITEM_BYTES)}")
-    return dtype
 
 
 def _answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
