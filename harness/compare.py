@@ -34,10 +34,12 @@ PLACE_COLUMNS = (
     "chunk_distance",
     "block_distance",
     "batch_size",
+    "cached_tokens",
 )
 """Where a position is. Strings are numpy `str` arrays. `step`: decode step from 0, -1 in prefill. `chunk_distance`:
 index minus the first index of its scheduled chunk, -1 if unknown. `block_distance`: index modulo the candidate's KV
-block size (16 if unknown). `batch_size`: requests in the engine's step, -1 if unknown."""
+block size (16 if unknown). `batch_size`: requests in the engine's step, `cached_tokens`: tokens of
+the request taken from the prefix cache, both -1 if unknown."""
 
 BASELINE_COLUMNS = ("baseline_kl20", "baseline_kl_full", "baseline_flip")
 """KL(baseline || candidate) and whether their top ids differ: among the positions when a baseline was given."""
@@ -116,16 +118,18 @@ def compare(
     )
 
 
-def compare_self(recording: Path, *, progress: Progress | None = None) -> Comparison:
+def compare_self(recording: Path, *, floor: Path | None = None, progress: Progress | None = None) -> Comparison:
     """Hold a recording's decode rows against its own prefill rows, at every index that is scored in both phases.
 
     The prefill rows stand for the reference: KL(prefill || decode). State and cache faults show without any other
-    recording. Raises as `compare`, and MismatchError if no index is scored in both phases.
+    recording. `floor` is the recording of an accepted build over the same corpus; its own decode rows against its own
+    prefill rows are what is normal. Both rows are the candidate's: NaN in either is counted by `nan_candidate`. Raises
+    as `compare`, and MismatchError if no index is scored in both phases.
     """
     started = time.monotonic()
-    ground = open_held(recording, "recording")
-    judged = open_held(recording, "candidate", ground)
-    corpus = ground.recording.corpus
+    judged = open_held(recording, "candidate")
+    normal = open_held(floor, "floor", judged) if floor else None
+    corpus = judged.recording.corpus
     stretches = [
         _Stretch(
             segment=segment,
@@ -137,19 +141,28 @@ def compare_self(recording: Path, *, progress: Progress | None = None) -> Compar
     ]
     if not any(len(s.indices) for s in stretches):
         raise MismatchError(
-            f"{recording} has no position that is scored in both phases: use a corpus whose prefill windows reach past "
-            "the first decoded index"
+            f"{recording}: its corpus {corpus.name} scores no position in both phases, so decode cannot be held "
+            f"against prefill: record one whose prefill windows reach past the first decoded index, as `embedded` does"
         )
-    places, (metrics,) = _stream(stretches, ground, [judged], None, progress)
+    places, (metrics,) = _stream(stretches, judged, [judged], None, progress)
     places[REFERENCE_PHASE] = np.full(len(places["index"]), str(Phase.PREFILL))
+    metrics["nan_candidate"] = np.maximum(metrics["nan_candidate"], metrics["nonfinite_reference"])
+    metrics["nonfinite_reference"] = np.zeros_like(metrics["nonfinite_reference"])
     positions = places | metrics
+    floor_metrics = None
+    if normal:
+        _, (floor_metrics,) = _stream(stretches, normal, [normal], None, None)
+        _refuse_unfit(places | floor_metrics, normal, normal, Phase.PREFILL)
     return Comparison(
-        reference=ground.side,
+        reference=judged.side,
         candidate=judged.side,
         positions=positions,
-        findings=tuple(_diagnose(positions, ground, judged, Phase.PREFILL)),
+        floor_side=normal.side if normal else None,
+        floor=floor_metrics,
+        findings=tuple(_diagnose(positions, judged, judged, Phase.PREFILL)),
         notes=("decode rows held against prefill rows of the same recording: KL(prefill || decode)",),
         smoke=corpus.smoke,
+        of_itself=True,
         seconds=time.monotonic() - started,
     )
 
@@ -192,7 +205,8 @@ def _measure(truth: Block, rows: NDArray[Any], ground: Held, held: Held) -> dict
     columns = position_metrics(
         truth.logits, ground.side.manifest.logits_dtype, rows, held.side.manifest.logits_dtype, truth.targets
     )
-    _refuse_nonfinite(columns["nonfinite_reference"], truth, ground)
+    if ground.role != "candidate":  # a candidate's own prefill rows: NaN there is for the judge too
+        _refuse_nonfinite(columns["nonfinite_reference"], truth, ground)
     if held.role != "candidate":
         _refuse_nonfinite(columns["nan_candidate"], truth, held)
     return dict(columns)
@@ -233,6 +247,7 @@ def _places(segment: Segment, block: Block, build: Build) -> dict[str, NDArray[A
         "chunk_distance": np.where(chunk_start >= 0, index - chunk_start, -1),
         "block_distance": index % _kv_block(build),
         "batch_size": facts.batch_size if facts else unknown,
+        "cached_tokens": facts.cached_tokens if facts else unknown,
     }
 
 
@@ -253,7 +268,7 @@ def _diagnose(positions: Columns, ground: Held, held: Held, reference_phase: Pha
     return [*elsewhere, *changed]
 
 
-def _refuse_unfit(positions: Columns, ground: Held, held: Held) -> None:
-    findings = _diagnose(positions, ground, held) + held.padding()[0]
+def _refuse_unfit(positions: Columns, ground: Held, held: Held, reference_phase: Phase | None = None) -> None:
+    findings = _diagnose(positions, ground, held, reference_phase) + held.padding()[0]
     if findings:
         raise MismatchError(f"the {held.role} {held.side.path} cannot be used: {findings[0].message}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
 
 from harness.evidence import (
     EXPLAINED,
@@ -36,6 +37,7 @@ NORMALISED_LSE = 0.05  # nats: log-probs have a log-sum-exp of zero; 16-bit roun
 NORMALISED_SUM = 0.01  # of probabilities in 16 bits
 LEAST_SLOPE = 0.02  # |slope - 1|, median over a phase: a hundred times what rounding does to thousands of rows
 TEMPERED = 0.5  # a temperature is named if undoing it at least halves the KL: other faults keep theirs
+CAPPED = 0.5  # a soft cap is named if it leaves at most half the KL that a temperature leaves
 SAME_PROFILE_KL = 0.02  # nats between sorted probabilities
 UNSURE_ENTROPY = 0.5  # nats: only rows with several likely ids can show that their ids were exchanged
 UNRELATED_CORRELATION = 0.1  # of logits over the vocabulary; the id frequencies alone give a broken engine more
@@ -137,7 +139,7 @@ def _top_k(positions: Columns, rows: NDArray[np.int64], candidate: RowSource) ->
 def _tempered(
     positions: Columns, sound: NDArray[np.bool_], reference: RowSource, candidate: RowSource
 ) -> list[Finding]:
-    """One slope far from 1 for a whole phase that, undone, takes most of the KL away."""
+    """A slope far from 1 in a whole phase: a temperature, scale or soft cap that, undone, takes most of the KL away."""
     findings = []
     for phase, rows in _phases(positions):
         rows = rows[sound[rows]]
@@ -145,17 +147,57 @@ def _tempered(
         slopes = slopes[np.isfinite(slopes)]
         if not len(slopes) or abs((slope := float(np.median(slopes))) - 1) < LEAST_SLOPE or slope <= 0:
             continue
-        logp, _, own = _sample(positions, spread(rows, SAMPLED_ROWS), reference, candidate)
-        before, after = kl(logp, own), kl(logprobs(np.float32(slope) * logp, "float32"), own)
-        left = float(np.median(after) / max(float(np.median(before)), 1e-300))
-        if left > TEMPERED:
-            continue
-        message = (
-            f"{phase} logits are the reference's times {slope:.3f}, as a temperature of {1 / slope:.3f} or a wrong "
-            f"scale would give (undone, the median KL falls from {np.median(before):.2g} to {np.median(after):.2g})"
-        )
-        findings.append(Finding(code="temperature-applied", message=message, fatal=False))
+        some = spread(rows, SAMPLED_ROWS)
+        logp, _, own = _sample(positions, some, reference, candidate)
+        before = float(np.median(kl(logp, own)))
+        scaled = float(np.median(kl(logprobs(np.float32(slope) * logp, "float32"), own)))
+        cap, capped = _soft_cap(_logits(positions, some, reference), own, applied=slope < 1)
+        if min(scaled, capped) <= TEMPERED * before:
+            soft = capped < CAPPED * scaled
+            explained = _capped(cap, slope < 1, capped, scaled) if soft else _scaled(slope, scaled)
+            message = f"{phase} logits {explained}; as they are, the median KL is {before:.2g})"
+            code = "soft-cap-differs" if soft else "temperature-applied"
+            findings.append(Finding(code=code, message=message, fatal=False))
     return findings
+
+
+def _scaled(slope: float, left: float) -> str:
+    what = f"as a temperature of {1 / slope:.3f} or a wrong scale would give"
+    return f"are the reference's times {slope:.3f}, {what} (undone, a median KL of {left:.2g} is left"
+
+
+def _capped(cap: float, applied: bool, left: float, scaled: float) -> str:
+    what = "went through a soft cap of about" if applied else "lack the reference's soft cap of about"
+    return (
+        f"{what} {cap:.3g} (undone, a median KL of {left:.2g} is left, where undoing a temperature leaves {scaled:.2g}"
+    )
+
+
+def _soft_cap(logits: Array, own: LogProbs, *, applied: bool) -> tuple[float, float]:
+    """The cap c that explains the candidate's log-probs best, and the median KL that it leaves.
+
+    Applied to the reference's logits [P, V] it is c * tanh(x / c); undone, where the reference has it and the candidate
+    does not, c * artanh(x / c).
+    """
+    largest = float(np.abs(logits).max())
+
+    def left(log_cap: float, rows: slice) -> float:
+        cap, some = np.float32(np.exp(log_cap)), logits[rows]
+        changed = cap * (np.tanh(some / cap) if applied else np.arctanh(some / cap))
+        return float(np.median(kl(logprobs(changed, "float32"), own[rows])))
+
+    least = largest / 8 if applied else 1.001 * largest
+    bounds, few = (np.log(least), np.log(8 * largest)), slice(None, None, 4)  # a search over all rows would take long
+    best = minimize_scalar(left, args=(few,), bounds=bounds, method="bounded", options={"xatol": 0.01})
+    return float(np.exp(best.x)), left(best.x, slice(None))
+
+
+def _logits(positions: Columns, rows: NDArray[np.int64], source: RowSource) -> Array:
+    """Rows as f32 logits, [P, V]; masked ids are as the smallest of the row that are not."""
+    found = [decode(source.read(g.segment, g.phase, index), source.dtype) for g, index in _by_group(positions, rows)]
+    logits = np.concatenate(found).astype(np.float32)
+    kept = np.isfinite(logits)
+    return np.where(kept, logits, np.where(kept, logits, np.inf).min(axis=-1, keepdims=True))
 
 
 def _phases(positions: Columns) -> Iterator[tuple[Phase, NDArray[np.int64]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -42,7 +42,8 @@ def unfit_floor(comparison: Comparison, gates: Gates) -> tuple[str | None, list[
     """Why the floor cannot be the denominator (None if it can), and what a reader should know about it."""
     side, columns = comparison.floor_side, comparison.floor
     if side is None or columns is None:
-        return "no floor was given: without the normal difference nothing can pass; add --floor DIR", []
+        of = ", an accepted build of the same engine over the same corpus" if comparison.of_itself else ""
+        return f"no floor was given: without the normal difference nothing can pass; add --floor DIR{of}", []
     reason = _not_independent(side, comparison, "floor") or _coarser(
         side.manifest.build, comparison.candidate.manifest.build
     )
@@ -57,12 +58,20 @@ def unfit_floor(comparison: Comparison, gates: Gates) -> tuple[str | None, list[
     level = float(divergence.mean())
     build = side.manifest.build
     least = gate_for(gates, "floor_mean_at_least", build, OVERALL).limit
+    if level < least and comparison.of_itself:
+        return (
+            f"the floor {side.path} is refused: its decode rows are its prefill rows (mean KL20 {level:.2g} nat), as "
+            "where both come from one forward pass; give an accepted build of the engine under judgement",
+            [],
+        )
     if level < least:
         return (
             f"the floor {side.path} is refused: its mean KL20 of {level:.2g} nat is below {least:.2g}, what the "
             "reference itself resolves; hold a float32 build against the reference as a twin instead",
             [],
         )
+    if comparison.of_itself:  # the ranges are of KL to a reference
+        return None, []
     ranges = [r for r in gates.floor_ranges if names_model(r.model, build) and r.dtype == build.dtype]
     for known in ranges:
         if not known.low <= level <= known.high:
@@ -108,6 +117,19 @@ def not_covered(production: Build, twin: Comparison) -> Iterator[str]:
     pairs = [(backend, other.get(layer, "nothing")) for layer, backend in production.attention.items()]
     for ours, theirs in sorted({pair for pair in pairs if pair[0] != pair[1]}):
         yield f"attention in {pairs.count((ours, theirs))} layers: {ours} in production, {theirs} in the twin"
+
+
+def unsaid(comparison: Comparison, twins: Sequence[Comparison]) -> Iterator[str]:
+    """Of float32 recordings, whether their products were float32: TF32 cannot be seen in the rows alone."""
+    sides = [("reference", comparison.reference), *(("twin", twin.candidate) for twin in twins)]
+    for role, side in sides:
+        build = side.manifest.build
+        silent = not isinstance(build.host.get("tf32"), bool)
+        if silent and build.dtype == "float32" and build.device not in ("cpu", "mps"):
+            yield (
+                f"the {role} {side.path} does not say whether TF32 was off on {build.device}: with it on, float32 is "
+                "float32 in name only"
+            )
 
 
 def _not_independent(side: Side, comparison: Comparison, role: str) -> str | None:

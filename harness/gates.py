@@ -16,13 +16,14 @@ from harness.types import Build, FloorRange, Gate, Gates, Phase, Stratum
 STATISTICS: Mapping[str, str] = {
     "ratio_to_floor": "kl20",
     "ratio_to_baseline": "kl20",
+    "phase_ratio_to_floor": "kl20",
     "twin_mean": "kl20",
     "floor_mean_at_least": "kl20",
     "count_above_margin": "flip",
 }
 """What can be limited, and the metric each is a statistic of."""
 
-BOUNDED = ("ratio_to_floor", "ratio_to_baseline", "twin_mean")
+BOUNDED = ("ratio_to_floor", "ratio_to_baseline", "phase_ratio_to_floor", "twin_mean")
 """Those held against their limit with bounds, whose width depends on the corpus."""
 
 _Test = Callable[[Any], bool]

@@ -4,9 +4,10 @@ A FAIL needs a lower bound above a limit, at an error probability shared by all 
 upper bound below its limit; what is neither is INCONCLUSIVE. Counts (rows with NaN, flips at a large margin) and
 findings of the comparison need no bounds. Without a fit floor nothing passes.
 
-Three tiers speak: `precision`, the production dtype against the floor; `logic`, a float32 twin against the reference,
-which may fail a build and never pass it; `change`, the candidate against an accepted baseline, which may only hold a
-PASS back.
+Tiers speak: `precision`, the production dtype against the floor; `logic`, a float32 twin against the reference, which
+may fail a build and never pass it; `change`, the candidate against an accepted baseline, which may only hold a PASS
+back; `phases`, decode rows against prefill rows of one recording, which says nothing of faults that both share and has
+a limit of its own.
 """
 
 from __future__ import annotations
@@ -14,23 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import UsageError
-from harness.fitness import barred, not_covered, unfit_baseline, unfit_floor
+from harness.fitness import barred, not_covered, unfit_baseline, unfit_floor, unsaid
 from harness.gates import BOUNDED, gate_for, load_gates
 from harness.power import detectable, remedy
 from harness.stats import Floats, Ratios, Units, group, ratios
 from harness.summary import flip_bins, summarise, task_bounds
-from harness.types import OVERALL, Build, Check, Columns, Comparison, Gates, Status, Verdict
-from harness.wording import deciding
+from harness.types import OVERALL, Build, Check, Columns, Comparison, Gates, Status, Tier, Verdict
+from harness.wording import deciding, tiers
 
 __all__ = ["judge", "load_gates"]
-
-_Tier = Literal["precision", "logic", "change"]
 
 _NO_NAN = "a row with NaN or infinite logits is never right"
 
@@ -51,7 +49,7 @@ class _Rows:
 class _Question:
     """Ratios that wait for the number of questions asked, which decides their share of the error probability."""
 
-    tier: _Tier
+    tier: Tier
     statistic: str
     build: Build
     smoke: bool
@@ -84,7 +82,8 @@ def judge(comparison: Comparison, gates: Gates, *, twins: Sequence[Comparison] =
         floor=None if no_floor else comparison.floor,
         baseline=None if no_baseline else comparison.baseline,
     )
-    cases: list[tuple[Comparison, _Rows, _Tier]] = [(comparison, rows, "precision")]
+    tier: Tier = "phases" if comparison.of_itself else "precision"
+    cases: list[tuple[Comparison, _Rows, Tier]] = [(comparison, rows, tier)]
     cases += [(twin, _finite(twin), "logic") for twin in twins]
     questions = [question for case in cases for question in _questions(*case)]
     share = gates.fail_level / max(1, sum(len(q.ratios.strata) for q in questions if q.tier != "change"))
@@ -96,12 +95,12 @@ def judge(comparison: Comparison, gates: Gates, *, twins: Sequence[Comparison] =
     status = _status(checks, findings, held_back)
     return Verdict(
         status=status,
-        word="PASS (smoke)" if status is Status.PASS and comparison.smoke else str(status),
+        word=_word(status, comparison),
         reasons=deciding(status, checks, findings, held_back, _margin(gates, comparison.candidate.manifest.build)),
         checks=tuple(checks),
         estimates=summarise(rows.units, rows.positions, rows.floor, rows.baseline) if len(rows.units.rows) else (),
         flip_bins=flip_bins(rows.positions, rows.floor),
-        task_bounds=task_bounds(rows.positions),
+        task_bounds={} if comparison.of_itself else task_bounds(rows.positions),
         remedy=_remedy(questions, answers, comparison, gates, share) if status is Status.INCONCLUSIVE else "",
         notes=(*notes, *_notes(comparison, twins, checks, gates)),
     )
@@ -134,9 +133,9 @@ def _finite(comparison: Comparison, *, floor: Columns | None = None, baseline: C
     )
 
 
-def _questions(comparison: Comparison, rows: _Rows, tier: _Tier) -> Iterator[_Question]:
+def _questions(comparison: Comparison, rows: _Rows, tier: Tier) -> Iterator[_Question]:
     """What the judge asks of one comparison with bounds: against floor, baseline, or for a twin nothing but zero."""
-    below: dict[str, tuple[_Tier, Floats]] = {}
+    below: dict[str, tuple[Tier, Floats]] = {}
     if tier == "logic":
         below["twin_mean"] = (tier, rows.units.rows.astype(np.float64))
     if rows.floor is not None:
@@ -164,7 +163,8 @@ def _answers(question: _Question, gates: Gates, share: float) -> list[Check]:
         value, low, high = np.exp(found.log_ratio), np.exp(found.low(share)), np.exp(found.high(gates.pass_level))
     checks = []
     for s, stratum in enumerate(found.strata):
-        gate = gate_for(gates, question.statistic, question.build, stratum, smoke=question.smoke)
+        limited = _limited_as(question.statistic, question.tier)
+        gate = gate_for(gates, limited, question.build, stratum, smoke=question.smoke)
         if high[s] < gate.limit:
             status = Status.PASS
         elif low[s] > gate.limit and question.tier != "change":
@@ -191,7 +191,12 @@ def _answers(question: _Question, gates: Gates, share: float) -> list[Check]:
     return checks
 
 
-def _counts(comparison: Comparison, rows: _Rows, tier: _Tier, gates: Gates) -> tuple[Check, Check]:
+def _limited_as(statistic: str, tier: Tier) -> str:
+    """What gates call a statistic: the ratio between phases is limited apart from the ratio to the reference."""
+    return "phase_ratio_to_floor" if (statistic, tier) == ("ratio_to_floor", "phases") else statistic
+
+
+def _counts(comparison: Comparison, rows: _Rows, tier: Tier, gates: Gates) -> tuple[Check, Check]:
     build = comparison.candidate.manifest.build
     gate, margin = gate_for(gates, "count_above_margin", build, OVERALL), _margin(gates, build)
     large = int((rows.positions["flip"].astype(np.bool_) & (rows.positions["margin"] > margin)).sum())
@@ -202,7 +207,7 @@ def _counts(comparison: Comparison, rows: _Rows, tier: _Tier, gates: Gates) -> t
 
 
 def _count(
-    metric: str, statistic: str, value: int, limit: float, positions: int, clusters: int, tier: _Tier, reason: str
+    metric: str, statistic: str, value: int, limit: float, positions: int, clusters: int, tier: Tier, reason: str
 ) -> Check:
     return Check(
         metric=metric,
@@ -239,6 +244,12 @@ def _status(checks: Iterable[Check], findings: Sequence[str], held_back: Sequenc
     return Status.PASS
 
 
+def _word(status: Status, comparison: Comparison) -> str:
+    """What a PASS is a pass of, if it is no sign-off."""
+    short_of = [name for name, so in (("smoke", comparison.smoke), ("phases agree", comparison.of_itself)) if so]
+    return f"PASS ({', '.join(short_of)})" if status is Status.PASS and short_of else str(status)
+
+
 def _remedy(
     questions: Sequence[_Question],
     answers: Sequence[Sequence[Check]],
@@ -273,8 +284,9 @@ def _most_influential(question: _Question, inside: NDArray[np.bool_]) -> str:
 
 def _notes(comparison: Comparison, twins: Sequence[Comparison], checks: Sequence[Check], gates: Gates) -> list[str]:
     build = comparison.candidate.manifest.build
-    notes = [f"the twin does not cover {what}" for twin in twins for what in not_covered(build, twin)]
-    statistics = {check.statistic for check in checks} - {"count"}
+    notes = [*tiers(checks), *unsaid(comparison, twins)]
+    notes += [f"the twin does not cover {what}" for twin in twins for what in not_covered(build, twin)]
+    statistics = {_limited_as(check.statistic, check.tier) for check in checks} - {"count"}
     provisional = [
         s for s in sorted(statistics) if gate_for(gates, s, build, OVERALL, smoke=comparison.smoke).provisional
     ]
@@ -290,7 +302,7 @@ def _smoke_limits(build: Build, checks: Sequence[Check], gates: Gates) -> str:
     said: dict[str, None] = {}  # in the order of the checks, each once
     for check in checks:
         if check.statistic in BOUNDED and check.tier != "logic":
-            usual = gate_for(gates, check.statistic, build, check.stratum).limit
+            usual = gate_for(gates, _limited_as(check.statistic, check.tier), build, check.stratum).limit
             if check.limit != usual:
                 said[f", {check.statistic} held to the smoke limit {check.limit:g} (a sign-off uses {usual:g})"] = None
     return "".join(said)

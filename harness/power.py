@@ -11,8 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.stats import Floats, Units, ratios, student_quantile
-from harness.types import ITEM_BYTES, Check, Corpus, LogitsDtype, Manifest, Phase, Segment, Status, Stratum
+from harness.gates import gate_for
+from harness.stats import Floats, Ratios, Units, ratios, student_quantile
+from harness.types import (
+    ITEM_BYTES,
+    Build,
+    Check,
+    Corpus,
+    Gates,
+    LogitsDtype,
+    Manifest,
+    Phase,
+    Segment,
+    Status,
+    Stratum,
+)
 
 CERTAIN = 0.95
 """Probability with which an effect called detectable would have been a FAIL."""
@@ -26,8 +39,15 @@ DECODE_STEP_TOKENS = 15.0
 MOST_FACTOR = 25.0
 """More than this many times the rows is no advice: the value lies at the limit."""
 
-POSITION_NOISE = 0.8
-"""Standard error of a log ratio of mean KL times sqrt(positions), between two correct bf16 builds (measured: 0.77)."""
+ROW_NOISE = 1.6
+"""Standard error of a log ratio of mean KL20 times sqrt(positions), from rows alone: two correct bf16 builds of
+SmolLM2-135M (measured: 1.45 to 1.75)."""
+
+DOCUMENT_SPREAD = 0.06
+"""Standard deviation of a correct build's log ratio between documents, in the same recordings."""
+
+RUNS = 2000
+"""Comparisons simulated for a plan: the ratio found with probability 95 % is good to about one percent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +55,12 @@ class Plan:
     """What recording a corpus once costs, and the smallest ratio to the floor that it would turn red."""
 
     rows: int
-    minutes: float
-    bytes: int
-    detectable: tuple[tuple[Stratum, float], ...]
+    bytes: int  # of logits
+    prefill_tokens: int
+    decode_steps: int
+    minutes: float | None  # None: there was no recording to go by
+    detectable: tuple[tuple[Stratum, float, float], ...]  # stratum, its limit, smallest ratio that it would turn red
+    everywhere: float  # smallest ratio shared by all rows that some stratum would turn red
 
 
 def detectable(limit: Floats | float, error: Floats, freedom: Floats, level: float) -> Floats:
@@ -49,38 +72,44 @@ def detectable(limit: Floats | float, error: Floats, freedom: Floats, level: flo
 
 def plan(
     corpus: Corpus,
+    gates: Gates,
+    build: Build,
     *,
-    vocab_size: int,
-    limit: float,
-    logits_dtype: LogitsDtype = "bfloat16",
-    decode_rate: float = 33.0,
-    fail_level: float = 0.01,
-    noise: float = POSITION_NOISE,
+    columns: int,
+    logits_dtype: LogitsDtype,
+    like: tuple[Corpus, Manifest] | None = None,
 ) -> Plan:
     """Minutes, bytes and power of recording a corpus, before anything is run.
 
     Args:
         corpus: what would be recorded.
-        vocab_size: columns of a row.
-        limit: of the ratio to the floor, from the gates: a smoke corpus has its own.
+        gates: the limits.
+        build: what would be judged, as far as gates name it: its model and dtype.
+        columns: of a row: the model's vocabulary.
         logits_dtype: dtype of a row.
-        decode_rate: forced decode steps per second; a step is taken to cost DECODE_STEP_TOKENS prefill tokens.
-        fail_level: error probability of a FAIL, shared by all strata.
-        noise: standard error times sqrt(positions); from an earlier report, or POSITION_NOISE.
+        like: corpus and manifest of an earlier recording by the same engine on the same machine: minutes are its own,
+            in proportion to tokens, a decode step counted as DECODE_STEP_TOKENS.
+
+    Power is what RUNS simulated comparisons show, whose rows and documents differ as ROW_NOISE and DOCUMENT_SPREAD say.
     """
-    tokens = sum(_cost(segment) for segment in corpus.segments)
-    units = _units(corpus)
-    # Only the degrees of freedom are taken from this: equal sums have no spread.
-    sums = units.rows.astype(np.float64)
-    found = ratios(units, sums, sums)
+    minutes = None
+    if like is not None and like[1].seconds is not None:
+        minutes = like[1].seconds / 60 * _cost(corpus) / _cost(like[0])
+    found = _simulated(_units(corpus))
     found = found.without_cells() if corpus.smoke else found
-    error = noise / np.sqrt(found.positions)
-    smallest = detectable(limit, error, found.freedom, fail_level / max(len(found.strata), 1))
+    limits = [gate_for(gates, "ratio_to_floor", build, s, smoke=corpus.smoke).limit for s in found.strata]
+    # A FAIL needs a lower bound above its limit, and a ratio moves estimate and bound alike: what it must make up for.
+    short = np.log(limits) - found.low(gates.fail_level / max(len(limits), 1))  # [RUNS, S]
+    smallest = np.exp(np.quantile(short, CERTAIN, axis=0, method="higher"))
+    anywhere = np.exp(np.quantile(short.min(axis=1, initial=np.inf), CERTAIN, method="higher"))
     return Plan(
         rows=corpus.rows,
-        minutes=tokens / (decode_rate * DECODE_STEP_TOKENS) / 60,
-        bytes=corpus.rows * vocab_size * ITEM_BYTES[logits_dtype],
-        detectable=tuple(zip(found.strata, (float(x) for x in smallest), strict=True)),
+        bytes=corpus.rows * columns * ITEM_BYTES[logits_dtype],
+        prefill_tokens=sum(_prefill_tokens(segment) for segment in corpus.segments),
+        decode_steps=_decode_steps(corpus),
+        minutes=minutes,
+        detectable=tuple(zip(found.strata, limits, smallest.tolist(), strict=True)),
+        everywhere=float(anywhere),
     )
 
 
@@ -117,7 +146,8 @@ def remedy(
         more = max(1, math.ceil(check.clusters * (factor - 1)))
         minutes = _minutes(manifest, units, check.stratum, more / check.clusters)
         cost = f"about {minutes:.1f} minutes" if minutes is not None else "minutes unknown"
-        parts.append((factor, f"{where}: about {more} more like its {check.clusters}, {cost}; {segment} moves it most"))
+        asked = f"about {more} more documents like its {check.clusters}, {cost}"
+        parts.append((factor, f"{where}: {asked}; {segment} moves it most"))
     parts.sort(key=lambda part: -part[0])
     rest = f"; and {len(parts) - 3} more strata" if len(parts) > 3 else ""
     return f"to decide, record more texts. {'; '.join(text for _, text in parts[:3])}{rest}" if parts else ""
@@ -141,11 +171,30 @@ def _minutes(manifest: Manifest, units: Units, stratum: Stratum, share: float) -
     return float(manifest.seconds / 60 * share * cost[segments].sum() / cost.sum())
 
 
-def _cost(segment: Segment) -> float:
-    """Prefill tokens, with decode steps in their terms; a window past `decode_from` is a second prefill."""
+def _simulated(units: Units) -> Ratios:
+    """Comparisons of a build as good as its floor, through the statistics of the judge: [RUNS] of each stratum."""
+    rng = np.random.default_rng(0)
+    documents, of_unit = np.unique(units.document, return_inverse=True)
+    by_row = ROW_NOISE / np.sqrt(units.rows)
+    log_ratio = by_row * rng.normal(size=(RUNS, len(units.rows)))
+    log_ratio += DOCUMENT_SPREAD * rng.normal(size=(RUNS, len(documents)))[:, of_unit]
+    mean_one = log_ratio - (by_row**2 + DOCUMENT_SPREAD**2) / 2
+    return ratios(units, units.rows * np.exp(mean_one), np.broadcast_to(units.rows.astype(np.float64), log_ratio.shape))
+
+
+def _cost(corpus: Corpus) -> float:
+    """Prefill tokens, with decode steps in their terms."""
+    return sum(map(_prefill_tokens, corpus.segments)) + DECODE_STEP_TOKENS * _decode_steps(corpus)
+
+
+def _prefill_tokens(segment: Segment) -> int:
+    """Of its requests: a window past `decode_from` is a second one."""
     twice = any(stop > segment.decode_from for _, stop in segment.windows)
-    prefill = segment.decode_from + (segment.windows[-1][1] if twice else 0)
-    return prefill + DECODE_STEP_TOKENS * len(segment.indices(Phase.DECODE))
+    return segment.decode_from + (segment.windows[-1][1] if twice else 0)
+
+
+def _decode_steps(corpus: Corpus) -> int:
+    return sum(len(segment.indices(Phase.DECODE)) for segment in corpus.segments)
 
 
 def _units(corpus: Corpus) -> Units:

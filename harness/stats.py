@@ -8,11 +8,7 @@ Clusters. Inside one cell (phase x kind x depth) they are segments. Segments of 
 the same tokens, so in every stratum that spans depths the clusters are documents. Kinds are fixed by the corpus, not
 drawn: where a stratum spans kinds, residuals are centred by kind, so that a difference between kinds is no error.
 
-Few documents. Under FEW_FREEDOM degrees of freedom a sample of documents cannot show its own variance (two documents
-of two kinds: one-sided 1 % bounds are 7 to 14 standard errors wide). Then the larger of two variances stands: the
-documents' own, and the one that the cells imply. It has the degrees of freedom of the data it comes from, counted for
-the cells after Satterthwaite ("An approximate distribution of estimates of variance components", Biometrics Bulletin 2,
-1946).
+Cells share variances, and few documents borrow them: `_variance` says when.
 
 Shape legend: P positions, U units (one segment in one phase), G clusters, S strata, ... any leading axes. The leading
 axes exist for the simulation study, which runs thousands of synthetic comparisons through this very code.
@@ -21,20 +17,26 @@ axes exist for the simulation study, which runs thousands of synthetic compariso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from harness._variance import FEW_FREEDOM, Floats, Part, clustered, lend, share
 from harness.types import OVERALL, Columns, Phase, Stratum
 
-Floats = NDArray[np.float64]
-
-OWN_VARIANCE_FACTOR = 4.0
-"""A cell whose variance exceeds the pooled variance of the other cells by more than this keeps its own."""
-
-FEW_FREEDOM = 8
-"""Below this many degrees of freedom, documents borrow the variance of the cells (see the module's text)."""
+__all__ = [
+    "FEW_FREEDOM",
+    "Floats",
+    "Ratios",
+    "Units",
+    "cells",
+    "contrast",
+    "group",
+    "mean",
+    "ratios",
+    "student_quantile",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,15 +164,13 @@ def ratios(units: Units, candidate: Floats, floor: Floats, *, few_freedom: float
         units: what the sums are over.
         candidate: sums per unit, [..., U].
         floor: sums per unit at the same positions, [..., U]; `units.rows` makes the ratio a mean.
-        few_freedom: below it documents borrow; an argument only so that a study can show what 0 would do.
+        few_freedom: below it variances are borrowed; an argument only so that a study can show what 0 would do.
 
-    Variances are kept per position (error**2 x positions), so that cells of different size can share them. Cells
-    share one variance, pooled with weights S - 1; a cell with over OWN_VARIANCE_FACTOR times the variance of the
-    others keeps its own.
+    Variances are kept per position (error**2 x positions), so that cells of different size can share them.
     """
-    narrow = _pool([_stratum(units, s, units.segment, candidate, floor) for s in cells(units)])
-    wide = [_stratum(units, s, units.document, candidate, floor) for s in wide_strata(units)]
-    parts = [_borrow(part, narrow) if part.freedom.max(initial=0.0) < few_freedom else part for part in wide] + narrow
+    narrow = share([_part(units, s, units.segment, candidate, floor) for s in cells(units)], few_freedom)
+    wide = [_part(units, s, units.document, candidate, floor) for s in wide_strata(units)]
+    parts = [lend(narrow, part) if part.freedom.max(initial=0.0) < few_freedom else part for part in wide] + narrow
     if not parts:
         nothing, none = np.empty((*np.shape(candidate)[:-1], 0)), np.empty(0, np.int64)
         return Ratios(strata=(), log_ratio=nothing, error=nothing, freedom=nothing, positions=none, clusters=none)
@@ -199,7 +199,7 @@ def contrast(units: Units, candidate: Sequence[Floats], floor: Sequence[Floats])
             return np.nan, np.nan, 0.0
         value += sign * float(np.log(total / base))
         residual += sign * (above / total - below / base)
-    variance, freedom, _ = _clustered(residual, units.document, units.kind)
+    variance, freedom, _ = clustered(residual, units.document, units.kind)
     return value, float(np.sqrt(variance)), freedom
 
 
@@ -212,113 +212,27 @@ def mean(units: Units, sums: Floats) -> tuple[float, float, float]:
     if not positions:
         return np.nan, np.nan, 0.0
     value = float(sums.sum() / positions)
-    variance, freedom, _ = _clustered((sums - value * units.rows) / positions, units.document, units.kind)
+    variance, freedom, _ = clustered((sums - value * units.rows) / positions, units.document, units.kind)
     return value, float(np.sqrt(variance)), freedom
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    stratum: Stratum
-    total: Floats  # [...] the candidate's sum
-    log_ratio: Floats  # [...]
-    variance: Floats  # [...] of log_ratio, times positions; NaN if unknown
-    freedom: Floats  # [...]
-    own: NDArray[np.bool_]  # [...] True: the variance is this part's own estimate, not one shared with other cells
-    positions: int
-    clusters: int
-
-
-def _stratum(units: Units, stratum: Stratum, cluster: NDArray[np.str_], candidate: Floats, floor: Floats) -> _Part:
+def _part(units: Units, stratum: Stratum, cluster: NDArray[np.str_], candidate: Floats, floor: Floats) -> Part:
     inside = units.mask(stratum)
     above, below = candidate[..., inside], floor[..., inside]
     total, base = above.sum(-1, keepdims=True), below.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         log_ratio = np.where(base > 0, np.log(total / base), np.nan)[..., 0]
         residual = above / total - below / base
-    variance, freedom, clusters = _clustered(residual, cluster[inside], units.kind[inside])
+    variance, freedom, clusters = clustered(residual, cluster[inside], units.kind[inside])
     positions = int(units.rows[inside].sum())
-    return _Part(
+    return Part(
         stratum=stratum,
         total=total[..., 0],
         log_ratio=log_ratio,
         variance=variance * positions,
         freedom=np.full(variance.shape, freedom),
         own=np.ones(variance.shape, np.bool_),
+        pool=None,
         positions=positions,
         clusters=clusters,
     )
-
-
-def _clustered(residual: Floats, cluster: NDArray[np.str_], kind: NDArray[np.str_]) -> tuple[Floats, float, int]:
-    """Variance of the sum of residuals [..., U], its degrees of freedom, and how many clusters there are.
-
-    Centred within each kind; kinds are merged where one has a single cluster, which has no spread of its own.
-    """
-    names, first, code = np.unique(cluster, return_index=True, return_inverse=True)
-    by_cluster = residual @ np.eye(len(names))[code]  # [..., G]
-    kinds = kind[first]
-    groups = [np.flatnonzero(kinds == k) for k in np.unique(kinds)]
-    if min(len(g) for g in groups) < 2:
-        groups = [np.arange(len(names))]
-    freedom = len(names) - len(groups)
-    variance = np.full(residual.shape[:-1], 0.0 if freedom else np.nan)
-    for g in groups if freedom else []:
-        spread = by_cluster[..., g] - by_cluster[..., g].mean(-1, keepdims=True)
-        variance = variance + len(g) / (len(g) - 1) * (spread**2).sum(-1)
-    return variance, float(freedom), len(names)
-
-
-def _pool(parts: list[_Part]) -> list[_Part]:
-    """The same cells with the variance that they share."""
-    if not parts:
-        return []
-    own = np.stack([p.variance for p in parts], axis=-1)  # [..., S]
-    freedom = np.stack([p.freedom for p in parts], axis=-1)
-    weight = np.where(np.isfinite(own), freedom, 0.0)
-    weighted = np.where(weight > 0, own, 0.0) * weight
-    total, total_weight = weighted.sum(-1, keepdims=True), weight.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        pooled = total / total_weight
-        # The others alone: against a mean that includes itself, one of four equal cells could never exceed 4 times it.
-        keeps_own = own > OWN_VARIANCE_FACTOR * (total - weighted) / (total_weight - weight)
-    variance = np.where(keeps_own, own, pooled)
-    degrees = np.where(keeps_own, freedom, total_weight)
-    return [
-        replace(p, variance=variance[..., s], freedom=degrees[..., s], own=keeps_own[..., s])
-        for s, p in enumerate(parts)
-    ]
-
-
-def _borrow(part: _Part, narrow: list[_Part]) -> _Part:
-    """A wide stratum of few documents with the larger of its own variance and the one its cells imply.
-
-    Where the cells' stands it is the wider one, so the documents' freedom, valid for a narrower interval, is valid for
-    it too: the greater of both counts. Where the documents' stands they show a spread that no cell has seen, and the
-    cells' freedom says nothing about it.
-    """
-    inside = [c for c in narrow if part.stratum.phase in (None, c.stratum.phase)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.stack([(c.total / part.total) ** 2 * c.variance / c.positions for c in inside])
-    implied = terms.sum(axis=0) * part.positions
-    lent = _satterthwaite(terms, np.stack([c.freedom for c in inside]), np.stack([c.own for c in inside]))
-    theirs = ~(implied < part.variance)  # also where either is unknown
-    return replace(
-        part,
-        variance=np.fmax(part.variance, implied),
-        freedom=np.where(theirs, np.fmax(part.freedom, lent), part.freedom),
-    )
-
-
-def _satterthwaite(terms: Floats, freedom: Floats, own: NDArray[np.bool_]) -> Floats:
-    """Degrees of freedom of a sum of variances, [S, ...] each; NaN if the sum is zero or unknown.
-
-    Cells that share one estimate are one component; each that keeps its own is another.
-    """
-    shared = np.where(own, 0.0, terms).sum(axis=0)
-    shared_freedom = np.where(own, 0.0, freedom).max(axis=0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # Shares, not squares of variances: those underflow for builds that are nearly equal.
-        total = terms.sum(axis=0)
-        parts = np.where(own, (terms / total) ** 2 / freedom, 0.0).sum(axis=0)
-        parts = parts + np.where(shared > 0, (shared / total) ** 2 / shared_freedom, 0.0)
-        return np.asarray(np.where(np.isfinite(total) & (total > 0), 1.0 / parts, np.nan))

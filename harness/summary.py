@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +24,21 @@ MARGIN_EDGES = (0.0, 0.1, 0.25, 0.5, 1.0, math.inf)
 
 TAIL = 0.025
 """Error probability on each side of the intervals shown."""
+
+PUBLISHED = (
+    ("27B hybrid, bf16, prose, two kernels", 7e-4, 2.5e-4),
+    ("27B hybrid, two implementations", 7.8e-4, 4.4e-4),
+    ("32B dense, mean over samples", 6.7e-4, math.nan),
+    ("two f32 engines", 4.5e-5, math.nan),
+)
+"""Mean and median KL in nats that others report between implementations they take as correct, for scale: what it was
+measured on, and no limit. With mixtures of experts single tokens reach 0.1."""
+
+TASK_BOUND = (
+    "a task score cannot move by more than this if the texts are the reference's own samples; loose, because it lets "
+    "every nat go into the one event that is scored: 500 steps of the normal difference already allow 0.4"
+)
+"""What the largest of `task_bounds` means, for every report that shows it."""
 
 NEAR_BOUNDARY = 4
 """Rows after a chunk or block boundary that count as near it: faults there touch the first few."""
@@ -140,6 +156,7 @@ def _plain(
     if floor is not None:
         yield shown("kl20", "floor_mean", float(floor["kl20"][inside].mean()))
         yield shown("kl20", "floor_median", float(np.median(floor["kl20"][inside])))
+        yield shown("kl20", "floor_p99", float(np.quantile(floor["kl20"][inside], 0.99)))
         yield shown("flip", "floor_rate", float(floor["flip"][inside].mean()))
 
 
@@ -163,7 +180,10 @@ def _ratio_estimates(units: Units, positions: Columns, base: Columns | None, sta
 
 
 def _perplexity(units: Units, positions: Columns) -> Iterator[Estimate]:
-    """Exponential of mean negative log-likelihood, of both and of their ratio: beside the KL how little it sees."""
+    """Exponential of mean negative log-likelihood, of both and of their ratio: beside the KL how little it sees.
+
+    The standard errors are those of the perplexities themselves (delta method: perplexity x error of its log).
+    """
     columns = {
         "reference": positions["nll_reference"],
         "candidate": positions["nll_candidate"],
@@ -171,7 +191,8 @@ def _perplexity(units: Units, positions: Columns) -> Iterator[Estimate]:
     }
     for statistic, column in columns.items():
         value, error, freedom = mean(units, units.sums(column))
-        yield _exponential("perplexity", statistic, OVERALL, units, value, error, freedom)
+        yield (one := _exponential("perplexity", statistic, OVERALL, units, value, error, freedom))
+        yield replace(one, statistic=f"{statistic}_error", value=one.value * error, low=math.nan, high=math.nan)
 
 
 def _trends(units: Units, positions: Columns, floor: Columns | None) -> Iterator[Estimate]:

@@ -309,7 +309,13 @@ class Comparison:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()  # what a reader should know; decides nothing
     smoke: bool = False
+    of_itself: bool = False  # decode rows held against prefill rows of one recording, which stand for the reference
     seconds: float = 0.0  # wall time of the comparison
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the two sides are called where the direction is said: KL(first || second)."""
+        return ("prefill", "decode") if self.of_itself else ("reference", "candidate")
 
 
 # --------------------------------------------------------------------------- judgement
@@ -356,6 +362,11 @@ class Gates:
     source: str = ""  # the file or files they came from
 
 
+Tier = Literal["precision", "logic", "change", "phases"]
+"""Who speaks: the production dtype against the floor, the float32 twin against the reference, the candidate against an
+accepted baseline, or decode rows against prefill rows of one recording."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One statistic held against its limit in one stratum.
@@ -376,7 +387,7 @@ class Check:
     clusters: int
     reason: str = ""  # the gate's
     detectable: float = float("nan")  # smallest true value that would have been a FAIL with probability 95 %
-    tier: Literal["precision", "logic", "change"] = "precision"  # production dtype, f32 twin, or against the baseline
+    tier: Tier = "precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from harness.types import Check, Status
+from harness.types import Check, Status, Tier
 
 MOST = 3
 """Facts a verdict gives as its reasons."""
@@ -18,6 +18,14 @@ _WORDS = {
     "twin_mean": "mean KL20 of the float32 twin is {value:.3g} nat in {stratum}",
     "count_above_margin": "{value:.0f} of {positions} rows flip at a margin above {margin:g}",
     "count": "{value:.0f} of {positions} rows have NaN or infinite logits",
+}
+
+
+_TIERS: dict[Tier, str] = {
+    "precision": "precision (production dtype against the floor)",
+    "logic": "logic (float32 twin against the reference)",
+    "change": "change (against the baseline)",
+    "phases": "phases (decode against prefill)",
 }
 
 
@@ -40,6 +48,25 @@ def deciding(
     return (*first, *(_fact(check, margin) for check in own))[:MOST]
 
 
+def tiers(checks: Sequence[Check]) -> Iterator[str]:
+    """One sentence that says what each tier found, if more than one spoke."""
+    found: dict[Tier, list[Check]] = {}
+    for check in checks:
+        found.setdefault(check.tier, []).append(check)
+    if len(found) > 1:
+        yield "what spoke: " + "; ".join(f"{_TIERS[tier]}: {_found(own)}" for tier, own in found.items())
+
+
+def _found(checks: Sequence[Check]) -> str:
+    failed = sum(check.status is Status.FAIL for check in checks)
+    undecided = sum(check.status is Status.INCONCLUSIVE for check in checks)
+    bounded = sum(check.statistic not in _COUNTS for check in checks)
+    counts = [f"{failed} of {len(checks)} checks failed" if failed else f"none of {len(checks)} checks failed"]
+    counts += [f"{undecided} undecided"] if undecided else []
+    counts += [] if bounded else ["no limit but for counts"]
+    return ", ".join(counts)
+
+
 def _severity(check: Check) -> float:
     """How far the bound that decided lies beyond the limit; a count has no such scale and comes first."""
     if check.statistic in _COUNTS:
@@ -54,6 +81,8 @@ def _fact(check: Check, margin: float) -> str:
     )
     if check.tier == "logic" and check.statistic in _COUNTS:
         said = f"twin (float32): {said}"
+    if check.tier == "phases":
+        said = f"decode against prefill: {said}"
     if check.statistic in _COUNTS:
         return f"{said} (allowed: {check.limit:g})"
     if check.status is Status.FAIL:

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,24 @@ Draw = Callable[["Shape", int, np.random.Generator], tuple[Floats, Floats]]
 
 SEED = 20_240_607
 CHUNK = 50  # runs drawn at once
-ROW_NOISE = 0.77  # standard error of a log ratio of mean KL20 times sqrt(positions), measured between correct builds
 BENIGN_TOP = 1.12
 """Largest ratio of a correct build that the study asks about: the top of the benign band."""
 KINDS = ("code", "prose")
 PHASES = ("decode", "prefill")
-SEEN = ((0.15, 0.14), (0.06, 0.0))
-"""By phase: log sd of the ratio by document and by segment on the real quick corpus, as `heterogeneity` finds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How two correct builds' KL differ, row by row and text by text. Pairs are by phase, in the order of PHASES."""
+
+    row_noise: float = 1.6  # standard error of a log ratio of mean KL20 times sqrt(positions), from rows alone
+    row_correlation: float = 0.37  # of candidate's and floor's KL20
+    by_document: tuple[float, float] = (0.06, 0.06)  # log sd of the true ratio
+    by_segment: tuple[float, float] = (0.0, 0.0)  # beyond its document's
+
+
+QUICK_RUN = Seen()
+"""Measured on the quick corpus: stock vLLM in bf16 and with `gemm_f32`, each against HF bf16, both phases pooled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +79,7 @@ class Shape:
         )
 
 
-EMBEDDED = Shape(name="embedded", documents=8, depths=(512, 2048, 7680), rows=128, smoke=False)
+EMBEDDED = Shape(name="embedded", documents=8, depths=(512, 2048, 7500), rows=128, smoke=False)
 QUICK = Shape(name="quick", documents=2, depths=(512, 2048), rows=64, smoke=True)
 
 
@@ -107,17 +118,20 @@ def softmax_noise(bank: int = 3000, draws: int = 40, sigma: float = 0.05) -> tup
     return draw, {"kl20": _quantiles(kl), "flips": bins}
 
 
-def heavy_tails(*, document: float = 0.0, token: float = 0.0, shape_of_noise: float = 6.6) -> Draw:
-    """Sensitivity lognormal, noise gamma, matched to rows measured on the engine.
+def heavy_tails(seen: Seen = QUICK_RUN, *, document: float = 0.0, token: float = 0.0) -> Draw:
+    """Sensitivity lognormal, shared by both builds; noise gamma, each build's own; matched to rows that were seen.
 
-    Sensitivity sd 0.82 and gamma shape 6.6 give mean / median 1.5, p99 / median about 8, and a standard error of
-    0.77 / sqrt(positions) for the paired ratio, as measured. `document` and `token` are the log sd of a true ratio that
-    differs by document, or by token at all depths alike.
+    With A the mean square of sensitivity over its squared mean and k the gamma's shape, the rows' noise is
+    sqrt(2 A / k) and their correlation (A - 1) / (A (1 + 1 / k) - 1): two moments, two parameters. `document` and
+    `token` are the log sd of a true ratio that differs by document, or by token at all depths alike.
     """
+    square = seen.row_noise**2
+    spread = 1 + seen.row_correlation * square / (2 * (1 - seen.row_correlation))
+    sd, shape_of_noise = math.sqrt(math.log(spread)), 2 * spread / square
 
     def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         places = (runs, 2 * shape.documents, 1, 2, shape.rows)
-        sensitivity = _shared(rng.lognormal(0.0, 0.82, places), shape)
+        sensitivity = _shared(rng.lognormal(0.0, sd, places), shape)
         ratio = rng.lognormal(-(document**2) / 2, document, (runs, 2 * shape.documents, 1, 1, 1))
         if token:
             ratio = ratio * _shared(rng.lognormal(-(token**2) / 2, token, places), shape)
@@ -127,10 +141,10 @@ def heavy_tails(*, document: float = 0.0, token: float = 0.0, shape_of_noise: fl
     return draw
 
 
-def as_seen() -> Draw:
-    """The heavy tails, with a ratio that differs by document and by segment as much as on the real quick run."""
-    by_document, by_segment = np.array(SEEN).T  # [phase]
-    rows = heavy_tails()
+def varied(seen: Seen) -> Draw:
+    """The heavy tails, with a true ratio that differs by document and by segment, in each phase by its own measure."""
+    by_document, by_segment = np.array(seen.by_document), np.array(seen.by_segment)  # [phase]
+    rows = heavy_tails(seen)
 
     def draw(shape: Shape, runs: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         candidate, floor = rows(shape, runs, rng)
@@ -157,7 +171,31 @@ def heterogeneity(log_ratio: Floats, noise: float) -> tuple[float, float]:
     return math.sqrt(max(0.0, between - within / depths)), math.sqrt(max(0.0, within - noise**2))
 
 
-def recorded(candidate: Path, floor: Path) -> tuple[Draw, tuple[int, ...], int, dict[str, Any]]:
+def _seen(table: Floats) -> Seen:
+    """What rows [build, kind, document, depth, phase, row] show; residuals within segments give the rows' own noise."""
+    sums, rows = table.sum(axis=-1), table.shape[-1]
+    residual = table[0] / sums[0][..., None] - table[1] / sums[1][..., None]
+    noise = np.sqrt((residual**2).sum(axis=-1).mean(axis=(0, 1, 2)) * rows / (rows - 1))  # [phase] of one segment
+    spread = [heterogeneity(np.log(sums[0] / sums[1])[..., p], float(noise[p])) for p in range(2)]
+    return Seen(
+        row_noise=float(np.sqrt((noise**2).mean() * rows)),
+        row_correlation=float(np.corrcoef(table.reshape(2, -1))[0, 1]),
+        by_document=(spread[0][0], spread[1][0]),
+        by_segment=(spread[0][1], spread[1][1]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Two real builds: rows to resample, the shape they came in, and what they show."""
+
+    draw: Draw
+    shape: Shape
+    seen: Seen
+    facts: dict[str, Any]
+
+
+def recorded(candidate: Path, floor: Path) -> Recorded:
     """Resampled rows of two real builds: documents with replacement, then blocks of 16 tokens, alike at all depths.
 
     Scaled so that the mean ratio over all rows is 1 in each cell; within a cell ratios keep the differences they have.
@@ -184,8 +222,7 @@ def recorded(candidate: Path, floor: Path) -> tuple[Draw, tuple[int, ...], int, 
                     inside = np.flatnonzero((ours["document"] == name) & (ours["depth"] == depth) & phase)[-rows:]
                     table[:, k, d, z, p] = ours["kl20"][inside], theirs["kl20"][inside]
     raw = table.reshape(2, -1).copy()
-    sums = table.sum(axis=-1)
-    spread = [heterogeneity(np.log(sums[0] / sums[1])[..., p], ROW_NOISE / math.sqrt(rows)) for p in range(2)]
+    seen = _seen(table)
     table[0] *= table[1].mean(axis=(1, 4), keepdims=True) / table[0].mean(axis=(1, 4), keepdims=True)
     block = 16
 
@@ -205,11 +242,18 @@ def recorded(candidate: Path, floor: Path) -> tuple[Draw, tuple[int, ...], int, 
         "kl20": _quantiles(raw[0]),
         "kl20_floor": _quantiles(raw[1]),
         "ratio": float(raw[0].mean() / raw[1].mean()),
-        "correlation_of_rows": float(np.corrcoef(raw)[0, 1]),
+        "row_noise": seen.row_noise,
+        "row_correlation": seen.row_correlation,
         "documents_per_kind": count,
-        **{f"log_sd_{p}": {"document": d, "segment": s} for p, (d, s) in zip(PHASES, spread, strict=True)},
+        "depths": list(depths),
+        "rows_per_segment_and_phase": rows,
+        **{
+            f"log_sd_{phase}": {"document": d, "segment": s}
+            for phase, d, s in zip(PHASES, seen.by_document, seen.by_segment, strict=True)
+        },
     }
-    return draw, depths, rows, facts
+    shape = Shape(name="recorded", documents=count, depths=depths, rows=rows, smoke=False)
+    return Recorded(draw=draw, shape=shape, seen=seen, facts=facts)
 
 
 def _shared(values: NDArray[Any], shape: Shape) -> NDArray[Any]:
@@ -320,13 +364,16 @@ a limit of its own: a fault in one cell is not its to see. All scenarios of a no
 The noises:
 
 - `softmax`: Gaussian noise of known sigma on logits with realistic margins, KL20 by the product's code.
-- `heavy tails`: lognormal sensitivity x gamma noise, matched to quantiles and pairing measured on the engine.
+- `heavy tails`: lognormal sensitivity x gamma noise, with the noise and the correlation of rows measured on the quick
+  corpus (below).
 - `document 0.05`, `document 0.1`, `token 0.5`: the same, but the true ratio itself differs by document (log sd), or
   by token at all depths alike. Stress, beyond what the bars ask.
-- `as seen`: the heavy tails, with a ratio that differs as much as on a real quick run of a correct build: in decode by
-  document (log sd 0.15) and by segment (0.14), in prefill by document (0.06). Stress; it rests on four documents.
-- `recorded`: rows of two real correct builds, documents and blocks of 16 tokens resampled (if it was given, and for
-  shapes with no more documents than it has). Its files come from one corpus and one reference:
+- `decode 0.1`: the ratio differs by document in decode alone: phases that know different variances. Stress.
+- `as seen`: heavy tails with the noise, correlation and differences by document and segment that the recorded builds
+  show in each phase, if they have the `embedded` shape; else those measured on the quick corpus (below), whose four
+  documents know little of what documents differ by.
+- `recorded`: rows of two real correct builds, documents and blocks of 16 tokens resampled (if they were given, and for
+  shapes with no more documents, depths and rows than theirs). Its files come from one corpus and one reference:
   `logitgate compare REFERENCE CANDIDATE --positions CANDIDATE.parquet`, and the same for the floor.
 
 The rules of coverage: `rule` is what the judge uses; `segments as clusters` would treat segments of one document at
@@ -431,9 +478,16 @@ def _facts(results: dict[str, Any]) -> list[str]:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "/".join(_number(one) for one in value)
     if isinstance(value, dict):
         return " ".join(f"{key} {_number(one)}" for key, one in value.items())
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _fits(shape: Shape, real: Shape) -> bool:
+    """Whether the real builds have enough documents, depths and rows to be resampled at that shape."""
+    return shape.documents <= real.documents and len(shape.depths) <= len(real.depths) and shape.rows <= real.rows
 
 
 def main() -> None:
@@ -446,6 +500,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     started = time.monotonic()
+    real = recorded(*arguments.recorded) if arguments.recorded else None
+    # Two documents of a kind cannot show what documents differ by.
+    seen = real.seen if real and _fits(EMBEDDED, real.shape) else QUICK_RUN
     softmax, softmax_facts = softmax_noise()
     sources: dict[str, Draw] = {
         "softmax": softmax,
@@ -453,17 +510,21 @@ def main() -> None:
         "document 0.05": heavy_tails(document=0.05),
         "document 0.1": heavy_tails(document=0.1),
         "token 0.5": heavy_tails(token=0.5),
-        "as seen": as_seen(),
+        "decode 0.1": varied(replace(QUICK_RUN, by_document=(0.1, 0.0))),
+        "as seen": varied(seen),
     }
     results: dict[str, Any] = {"noise": {"softmax": softmax_facts}, "shapes": {}}
-    real = recorded(*arguments.recorded) if arguments.recorded else None
+    rows = {"row_noise": QUICK_RUN.row_noise, "row_correlation": QUICK_RUN.row_correlation}
+    results["noise"] |= {"heavy tails": rows, "as seen": asdict(seen)}
     if real:
-        results["noise"]["recorded"] = real[3]
+        results["noise"]["recorded"] = real.facts
     for shape in (EMBEDDED, QUICK):
-        results["shapes"][shape.name] = {name: study(shape, draw, arguments.runs) for name, draw in sources.items()}
-        if real and shape.documents <= real[3]["documents_per_kind"]:
-            fitted = replace(shape, depths=real[1][: len(shape.depths)], rows=min(shape.rows, real[2]))
-            results["shapes"][shape.name]["recorded"] = study(fitted, real[0], arguments.runs)
+        studies = {name: study(shape, draw, arguments.runs) for name, draw in sources.items()}
+        if real and _fits(shape, real.shape):
+            studies["recorded"] = study(
+                replace(shape, depths=real.shape.depths[: len(shape.depths)]), real.draw, arguments.runs
+            )
+        results["shapes"][shape.name] = studies
     flags = "--recorded CANDIDATE.parquet FLOOR.parquet " if real else ""
     command = f"python scripts/simulate_verdicts.py {flags}--runs {arguments.runs} -o {arguments.output}"
     arguments.output.mkdir(parents=True, exist_ok=True)

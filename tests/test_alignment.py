@@ -232,6 +232,20 @@ def test_a_temperature_is_named_with_its_value(temperature: float) -> None:
         assert finding.message.startswith(phase)
 
 
+@pytest.mark.parametrize("cap", [10.0, 20.0, 30.0])
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_soft_cap_is_told_from_a_temperature(cap: float, applied: bool) -> None:
+    capped = changed(REFERENCE, lambda s, p, row: np.float32(cap) * np.tanh(row / np.float32(cap)))
+    reference, built = (REFERENCE, capped) if applied else (capped, REFERENCE)
+    findings = diagnose(with_noise(built, NOISE / 10), reference=reference)
+    assert {(f.code, f.fatal) for f in findings} == {("soft-cap-differs", False)}
+    for finding in findings:
+        words = "went through a soft cap" if applied else "lack the reference's soft cap"
+        named = re.search(rf"{words} of about ([\d.]+)", finding.message)
+        assert named is not None
+        assert float(named[1]) == pytest.approx(cap, rel=0.05)
+
+
 def test_a_temperature_in_decode_alone_is_placed_there() -> None:
     candidate = changed(
         with_noise(REFERENCE, NOISE), lambda s, p, row: row / np.float32(0.7 if p is Phase.DECODE else 1)

@@ -301,8 +301,47 @@ def test_self_comparison_holds_decode_against_prefill_of_the_same_index(tmp_path
 
 def test_self_comparison_needs_positions_scored_in_both_phases(tmp_path: Path) -> None:
     corpus = make_corpus()
-    with pytest.raises(MismatchError, match="no position that is scored in both phases"):
+    with pytest.raises(MismatchError, match="corpus synthetic scores no position in both phases"):
         compare_self(recorded(tmp_path / "c", make_rows(corpus), corpus=corpus))
+
+
+def test_a_floor_of_a_self_comparison_is_its_own_decode_against_its_own_prefill(tmp_path: Path) -> None:
+    noisy, worse = with_noise(REFERENCE, NOISE, seed=5), with_noise(REFERENCE, 2 * NOISE, seed=6)
+    floor = recorded(tmp_path / "f", noisy, build=make_build(engine="accepted"))
+    result = compare_self(recorded(tmp_path / "c", worse), floor=floor)
+    assert result.of_itself
+    assert result.floor is not None
+    alone = compare_self(floor)
+    assert np.array_equal(result.floor["kl20"], alone.positions["kl20"])
+    assert result.positions["kl20"].mean() > 2 * result.floor["kl20"].mean()
+    assert result.floor_side is not None
+    assert result.floor_side.path == str(floor)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_nan_in_either_phase_of_a_self_comparison_is_the_candidates(tmp_path: Path, phase: Phase) -> None:
+    rows = copy_of(REFERENCE)
+    segment = CORPUS.segment("code-00-d32")
+    at = 1 if phase is Phase.DECODE else 12 + 1  # the second index that is scored in both phases
+    rows[segment.id, phase][at, 3] = np.nan
+    result = compare_self(recorded(tmp_path / "c", rows))
+    (broken,) = np.flatnonzero(result.positions["nan_candidate"])
+    assert result.positions["index"][broken] == segment.decode_from + 1
+    assert not result.positions["nonfinite_reference"].any()
+    with pytest.raises(MismatchError, match=r"the floor .* NaN or infinite"):
+        compare_self(recorded(tmp_path / "d", REFERENCE), floor=tmp_path / "c")
+
+
+def test_a_floor_of_another_corpus_or_with_misplaced_rows_is_refused_for_a_self_comparison(tmp_path: Path) -> None:
+    candidate = recorded(tmp_path / "c", REFERENCE)
+    other = make_corpus(overlap=6, seed=7)
+    with pytest.raises(MismatchError, match="other corpus"):
+        compare_self(candidate, floor=recorded(tmp_path / "o", make_rows(other), corpus=other))
+    rows = with_noise(REFERENCE, NOISE)
+    a, b = ("code-00-d32", Phase.DECODE), ("prose-00-d32", Phase.DECODE)
+    rows[a], rows[b] = rows[b], rows[a]
+    with pytest.raises(MismatchError, match=r"the floor .* cannot be used"):
+        compare_self(candidate, floor=recorded(tmp_path / "f", rows))
 
 
 # --------------------------------------------------------------------------- worst positions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.judging import BUILD, columns, comparison, side
 GATES = load_gates(None)
 LIMIT = gate_for(GATES, "ratio_to_floor", BUILD, OVERALL).limit
 SMOKE_LIMIT = gate_for(GATES, "ratio_to_floor", BUILD, OVERALL, smoke=True).limit
+PHASE_LIMIT = gate_for(GATES, "phase_ratio_to_floor", BUILD, OVERALL).limit
 ROWS = 2 * 8 * 2 * 2 * 24
 CELL = Stratum(phase=Phase.DECODE, kind="prose", depth=2048)
 
@@ -272,7 +274,7 @@ def test_one_open_cell_holds_a_pass_back_and_says_what_would_decide() -> None:
     assert verdict.status is Status.INCONCLUSIVE
     assert str(CELL) in verdict.remedy
     assert "minutes" in verdict.remedy
-    assert "prose" in verdict.remedy.split("more like its 8")[1]
+    assert "prose" in verdict.remedy.split("more documents like its 8")[1]
 
 
 def test_a_few_terrible_rows_cannot_pass() -> None:
@@ -557,6 +559,104 @@ def test_a_twin_of_other_code_says_so() -> None:
     assert "the twin does not cover the candidate's engine version (0; the twin ran 1)" in notes
     assert "the twin does not cover the candidate's patches (the twin ran with others)" in notes
     assert not any("engine version" in n or "patches" in n for n in judge(comparison(), GATES, twins=[twin()]).notes)
+
+
+def test_what_spoke_is_named_with_its_outcome() -> None:
+    def said(*twins: Comparison) -> list[str]:
+        return [note for note in judge(comparison(), GATES, twins=twins).notes if note.startswith("what spoke")]
+
+    assert said() == []
+    (both,) = said(twin())
+    assert "precision (production dtype against the floor): none of" in both
+    assert "logic (float32 twin against the reference): none of" in both
+    (red,) = said(scaled(twin(), 1e6))
+    assert re.search(r"precision [^;]*: none of \d+ checks failed; logic [^;]*: \d+ of \d+ checks failed$", red)
+    without_floor = judge(comparison(floor=False), GATES, twins=[twin()]).notes
+    assert any("precision" in note and "no limit but for counts" in note for note in without_floor)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "complains"),
+    [("cuda:0", {}, True), ("NVIDIA H200", {}, True), ("NVIDIA H200", {"tf32": False}, False), ("cpu", {}, False)],
+)
+def test_a_float32_recording_of_a_gpu_that_does_not_say_whether_tf32_was_off_is_complained_of(
+    device: str, host: dict[str, Any], complains: bool
+) -> None:
+    as_reference = comparison(reference=side("reference", replace(BUILD, dtype="float32", device=device, host=host)))
+    as_twin = twin(build=replace(TWIN_BUILD, device=device, host=host))
+    for role, verdict in (
+        ("reference", judge(as_reference, GATES)),
+        ("twin", judge(comparison(), GATES, twins=[as_twin])),
+    ):
+        assert any(f"the {role} " in n and "whether TF32 was off" in n for n in verdict.notes) is complains
+        assert verdict.status is Status.PASS
+    in_bf16 = comparison(reference=side("reference", replace(BUILD, device=device, host=host)))
+    assert not any("TF32" in note for note in judge(in_bf16, GATES).notes)
+
+
+# --------------------------------------------------------------------------- decode against prefill of one recording
+
+
+def of_itself(ratio: float = 1.0, **changes: Any) -> Comparison:
+    """Decode rows alone, `ratio` times the floor's own; one side is both."""
+    made = exactly(ratio, **{"documents": 8, **changes})
+    rows = made.positions["phase"] == "decode"
+    return replace(
+        made,
+        reference=made.candidate,
+        positions={name: column[rows] for name, column in made.positions.items()},
+        floor=None if made.floor is None else {name: column[rows] for name, column in made.floor.items()},
+        of_itself=True,
+    )
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(0.99 * PHASE_LIMIT, "PASS (phases agree)"), (1.01 * PHASE_LIMIT, "FAIL")])
+def test_phases_that_differ_more_than_an_accepted_builds_are_a_fail_and_agreement_is_no_sign_off(
+    ratio: float, word: str
+) -> None:
+    verdict = judge(of_itself(ratio), GATES)
+    assert verdict.word == word
+    assert {c.tier for c in verdict.checks} == {"phases"}
+    assert {c.limit for c in checks(verdict, "ratio_to_floor")} == {PHASE_LIMIT} != {LIMIT}
+    assert any("provisional" in note and "phase_ratio_to_floor" in note for note in verdict.notes)
+    assert verdict.reasons[0].startswith("decode against prefill: mean KL20 is ")
+    assert verdict.task_bounds == {}
+
+
+def test_a_smoke_corpus_that_agrees_with_itself_says_both() -> None:
+    assert judge(of_itself(smoke=True), GATES).word == "PASS (smoke, phases agree)"
+
+
+def test_without_a_floor_the_phases_are_undecided_unless_something_is_plainly_wrong() -> None:
+    alone = replace(of_itself(), floor_side=None, floor=None)
+    verdict = judge(alone, GATES)
+    assert verdict.status is Status.INCONCLUSIVE
+    assert "accepted build of the same engine" in verdict.reasons[0]
+    for broken, said in (
+        (with_row(alone, 0, nan_candidate=1, kl20=math.nan), "1 of 768 rows have NaN"),
+        (with_row(alone, 0, flip=True, margin=2.0), "1 of 768 rows flip at a margin above 1"),
+    ):
+        verdict = judge(broken, GATES)
+        assert verdict.status is Status.FAIL
+        assert verdict.reasons[0].startswith(f"decode against prefill: {said}")
+
+
+def test_a_floor_whose_phases_come_from_one_forward_pass_is_refused_with_the_reason() -> None:
+    made = of_itself()
+    assert made.floor is not None
+    exact = dict(made.floor) | {"kl20": np.zeros(len(made.floor["kl20"]))}
+    verdict = judge(replace(made, floor=exact), GATES)
+    assert verdict.status is Status.INCONCLUSIVE
+    assert "its decode rows are its prefill rows" in verdict.reasons[0]
+
+
+def test_ranges_for_floors_are_of_kl_to_a_reference_and_not_of_phases() -> None:
+    narrow = replace(
+        GATES, floor_ranges=(FloorRange(model="tiny", dtype="bfloat16", low=1.0, high=2.0, reason="none fits"),)
+    )
+    assert judge(comparison(), narrow).status is Status.INCONCLUSIVE
+    assert judge(of_itself(), narrow).status is Status.PASS
+    assert not any("range" in note for note in judge(of_itself(), GATES).notes)
 
 
 # --------------------------------------------------------------------------- rule 8: smoke

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.power import CERTAIN, detectable, plan, remedy
+from harness.gates import load_gates
+from harness.power import CERTAIN, Plan, detectable, plan, remedy
 from harness.stats import FEW_FREEDOM, Ratios, Units, contrast, group, mean, ratios, student_quantile
 from harness.summary import MARGIN_EDGES, exact_interval, flip_bins, summarise, task_bounds
-from harness.types import OVERALL, Check, Estimate, FlipBin, Manifest, Phase, Status, Stratum
-from tests.judging import columns, manifest
+from harness.types import OVERALL, Check, Corpus, Estimate, FlipBin, Manifest, Phase, Status, Stratum
+from tests.judging import BUILD, columns, manifest
 from tests.synthetic import make_corpus
 
 DECODE_PROSE = Stratum(phase=Phase.DECODE, kind="prose", depth=512)
@@ -201,30 +203,48 @@ def own_cell_variance(of: Units, candidate: np.ndarray, floor: np.ndarray, strat
     return float(len(c) * residual.var(ddof=1))
 
 
-def test_cells_share_one_variance_per_position() -> None:
+def test_cells_share_a_variance_per_position_within_their_phase() -> None:
     of = units(5)
+    candidate, floor = sums(of, 2)
+    found = ratios(of, candidate, floor)
+    for phase in Phase:
+        inside = [s for s, stratum in enumerate(found.strata) if stratum.kind and stratum.phase is phase]
+        own = [own_cell_variance(of, candidate, floor, found.strata[s]) for s in inside]
+        assert np.allclose(found.error[inside], math.sqrt(np.mean(own)))
+        assert (found.freedom[inside] == 4 * 4).all()
+
+
+def test_phases_of_few_segments_share_one_variance_between_them() -> None:
+    of = units(2)  # four cells of one degree of freedom in each phase
     candidate, floor = sums(of, 2)
     found = ratios(of, candidate, floor)
     own = [own_cell_variance(of, candidate, floor, s) for s in found.strata[3:]]
     assert np.allclose(found.error[3:], math.sqrt(np.mean(own)))
-    assert (found.freedom[3:] == 8 * 4).all()
+    assert (found.freedom[3:] == 8).all()
+    apart = ratios(of, candidate, floor, few_freedom=0)
+    assert (apart.freedom[3:] == 4).all()
 
 
-@pytest.mark.parametrize(("factor", "keeps"), [(3.9, False), (4.1, True)])
-def test_a_cell_far_noisier_than_the_others_keeps_its_own_variance(factor: float, keeps: bool) -> None:
-    of = units(4)
-    signs = np.array([1.0, -1.0, 1.0, -1.0])
+@pytest.mark.parametrize("documents", [4, 2])
+@pytest.mark.parametrize("beyond_chance", [False, True])
+def test_a_cell_noisier_than_the_others_beyond_chance_keeps_its_own_variance(
+    documents: int, beyond_chance: bool
+) -> None:
+    of = units(documents)
+    single = documents - 1
+    others = (7 if documents == 2 else 3) * single  # few documents share across phases
+    critical = scipy.stats.f.isf(0.001, single, others)
+    signs = np.resize([1.0, -1.0], documents)
     candidate = np.empty(len(of.rows))
-    noisy = DECODE_PROSE
     for kind, depth, phase in itertools.product(("code", "prose"), (512, 2048), Phase):
         cell = Stratum(phase=phase, kind=kind, depth=depth)
-        size = 0.01 * math.sqrt(factor) if cell == noisy else 0.01
-        candidate[of.mask(cell)] = 1 + size * signs
+        noisy = math.sqrt(critical * (1.05 if beyond_chance else 0.95)) if cell == DECODE_PROSE else 1.0
+        candidate[of.mask(cell)] = 1 + 1e-3 * noisy * signs
     found = ratios(of, candidate, np.ones(len(of.rows)))
-    place = at(found, noisy)
-    assert found.freedom[place] == (3 if keeps else 8 * 3)
-    own = own_cell_variance(of, candidate, np.ones(len(of.rows)), noisy)
-    assert bool(found.error[place] == pytest.approx(math.sqrt(own))) is keeps
+    place = at(found, DECODE_PROSE)
+    assert found.freedom[place] == (single if beyond_chance else single + others)
+    own = own_cell_variance(of, candidate, np.ones(len(of.rows)), DECODE_PROSE)
+    assert bool(found.error[place] == pytest.approx(math.sqrt(own), rel=1e-6)) is beyond_chance
 
 
 def test_a_cell_of_one_segment_borrows_and_alone_it_knows_nothing() -> None:
@@ -256,20 +276,23 @@ def test_few_documents_take_the_larger_of_their_own_variance_and_the_cells() -> 
         if alone.error[0] > implied:
             assert found.freedom[0] == alone.freedom[0]
         else:
-            expected = satterthwaite((np.array(share) * found.error[3:]) ** 2, found.freedom[3:])
+            expected = satterthwaite((np.array(share) * found.error[3:]) ** 2, found.freedom[3:], np.zeros(8))
             assert found.freedom[0] == pytest.approx(max(2.0, expected))
         seen[alone.error[0] > implied] += 1
     assert all(seen.values())
 
 
-def satterthwaite(terms: np.ndarray, freedom: np.ndarray) -> float:
-    """By the textbook, with the cells that share a variance (the largest freedom) as one component."""
-    shared = freedom == freedom.max()
-    parts = [(terms[shared].sum(), freedom.max()), *zip(terms[~shared], freedom[~shared], strict=True)]
+def satterthwaite(terms: np.ndarray, freedom: np.ndarray, pools: np.ndarray) -> float:
+    """By the textbook: in each pool the cells that share a variance (its largest freedom) are one component."""
+    parts = []
+    for pool in np.unique(pools):
+        v, f = terms[pools == pool], freedom[pools == pool]
+        shared = f == f.max()
+        parts += [(v[shared].sum(), f.max()), *zip(v[~shared], f[~shared], strict=True)]
     return float(terms.sum() ** 2 / sum(v**2 / f for v, f in parts))
 
 
-@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize("spread", [0.5, 8.0])
 def test_one_noisy_cell_costs_the_cells_only_its_part_of_their_freedom(spread: float) -> None:
     # Two documents that differ with opposite signs at the two depths: the documents themselves hardly differ.
     of = units(2)
@@ -281,9 +304,25 @@ def test_one_noisy_cell_costs_the_cells_only_its_part_of_their_freedom(spread: f
     keeps = found.freedom[at(found, DECODE_PROSE)] == 1
     assert keeps == (spread > 2)
     weights = np.full(8, 1 / 8)
-    expected = satterthwaite((weights * found.error[3:]) ** 2, found.freedom[3:])
+    expected = satterthwaite((weights * found.error[3:]) ** 2, found.freedom[3:], np.zeros(8))
     assert found.freedom[0] == pytest.approx(max(2.0, expected), rel=0.02)
     assert bool(found.freedom[0] == pytest.approx(8.0)) is (spread < 2)
+
+
+def test_phases_that_share_apart_are_two_components_of_what_they_lend() -> None:
+    of = units(3, depths=(512, 1024, 2048))  # cells of 12 degrees of freedom a phase, documents of 4
+    candidate, floor = sums(of, 5, 0.1)
+    # Documents that hardly differ: what their depths differ by cancels, so the cells' variance is the larger.
+    depth = np.unique(of.depth, return_inverse=True)[1]
+    number = np.array([int(d[-1]) for d in of.document])
+    candidate = floor * np.exp(0.1 * np.sin(2 * np.pi * (depth + number) / 3) * np.where(of.phase == "decode", 3, 1))
+    found = ratios(of, candidate, floor)
+    share = np.array([candidate[of.mask(s)].sum() / candidate.sum() for s in found.strata[3:]])
+    pools = np.array([str(s.phase) for s in found.strata[3:]])
+    assert (found.freedom[3:] == 12).all()
+    assert found.error[0] == pytest.approx(math.sqrt(((share * found.error[3:]) ** 2).sum()))
+    assert found.freedom[0] == pytest.approx(satterthwaite((share * found.error[3:]) ** 2, found.freedom[3:], pools))
+    assert 12 < found.freedom[0] < 24
 
 
 def test_enough_documents_do_not_borrow() -> None:
@@ -367,6 +406,15 @@ def test_intervals_cover_what_they_claim_under_heavy_tails(documents: int, rule_
     low, high = rule_covers
     assert ((low < covered[:3]) & (covered[:3] < high)).all(), covered
     assert 0.93 < covered[3:].mean() < 0.97
+
+
+def test_cells_are_covered_when_one_phase_varies_more_than_the_other() -> None:
+    of, runs = units(8, depths=(512, 1024, 2048)), 2000
+    rng = np.random.default_rng(13)
+    size = np.where(of.phase == "decode", 0.2, 0.08)
+    found = ratios(of, np.exp(size * rng.normal(size=(runs, len(size))) - size**2 / 2), np.ones((runs, len(size))))
+    covered = ((found.low(0.025) < 0) & (found.high(0.025) > 0)).mean(axis=0)
+    assert ((covered > 0.93) & (covered < 0.97)).all(), covered
 
 
 def test_only_documents_cover_a_ratio_that_differs_by_document() -> None:
@@ -566,6 +614,23 @@ def test_perplexity_of_both_and_of_their_ratio() -> None:
     assert both.low < both.value < both.high
 
 
+def test_the_standard_error_of_a_perplexity_is_a_jackknife_over_documents() -> None:
+    ours = example()
+    kinds = {kind: np.unique(ours["document"][ours["kind"] == kind]) for kind in ("code", "prose")}
+    for side in ("reference", "candidate"):
+        nll = ours[f"nll_{side}"]
+        means = {kind: nll[ours["kind"] == kind].mean() for kind in kinds}
+        variance = 0.0
+        for kind, documents in kinds.items():  # kinds are fixed and keep their weights; documents are left out
+            inside = ours["kind"] == kind
+            others = sum(mean for other, mean in means.items() if other != kind)
+            without = np.array([(nll[inside & (ours["document"] != d)].mean() + others) / 2 for d in documents])
+            variance += (len(without) - 1) / len(without) * np.var(np.exp(without)) * len(without)
+        found = shown(summarise(group(ours), ours, None, None), "perplexity", f"{side}_error")
+        assert found.value == pytest.approx(math.sqrt(variance), rel=0.02)
+        assert math.isnan(found.low)
+
+
 @pytest.mark.parametrize(
     ("statistic", "part"),
     [
@@ -610,22 +675,65 @@ def test_an_unknown_error_detects_nothing() -> None:
     assert detectable(1.4, np.array([np.nan]), np.array([0.0]), 0.01).tolist() == [np.inf]
 
 
-def test_a_plan_counts_rows_bytes_and_minutes() -> None:
+def planned(corpus: Corpus, **more: Any) -> Plan:
+    return plan(corpus, load_gates(None), BUILD, columns=1000, logits_dtype="bfloat16", **more)
+
+
+def test_a_plan_counts_rows_bytes_tokens_and_minutes() -> None:
     corpus = make_corpus(documents=9, depths=(32, 48), prefill=12, decode=12)
-    found = plan(corpus, vocab_size=1000, limit=1.4, decode_rate=10.0)
+    found = planned(corpus)
     assert found.rows == corpus.rows == 2 * 9 * 2 * 24
     assert found.bytes == found.rows * 2000
-    assert found.minutes == pytest.approx(2 * 9 * ((32 + 48) / 15 + 2 * 12) / 10 / 60)
-    by_stratum = dict(found.detectable)
-    assert 1.4 < by_stratum[OVERALL] < by_stratum[Stratum(phase=Phase.DECODE)]
-    assert len(by_stratum) == 3 + 8
+    assert (found.prefill_tokens, found.decode_steps) == (2 * 9 * (32 + 48), 2 * 9 * 2 * 12)
+    assert found.minutes is None
+    assert len(found.detectable) == 3 + 8
 
 
-def test_a_plan_for_a_smoke_corpus_has_no_cells_and_more_rows_see_more() -> None:
-    small, large = (make_corpus(documents=d, smoke=True) for d in (2, 8))
-    plans = [dict(plan(c, vocab_size=10, limit=1.4).detectable) for c in (small, large)]
-    assert all(s.kind is None for s in plans[0])
-    assert plans[1][OVERALL] < plans[0][OVERALL]
+def test_minutes_of_a_plan_are_those_of_an_earlier_recording_by_tokens() -> None:
+    corpus = make_corpus(documents=2, depths=(32, 48), prefill=12, decode=12)
+    twice = make_corpus(documents=4, depths=(32, 48), prefill=12, decode=12)
+    assert planned(corpus, like=(corpus, manifest(seconds=90.0))).minutes == pytest.approx(1.5)
+    assert planned(twice, like=(corpus, manifest(seconds=90.0))).minutes == pytest.approx(3.0)
+    shallow = make_corpus(documents=2, depths=(32,), prefill=12, decode=12)
+    share = (32 + 12 * 15) / (32 + 48 + 2 * 12 * 15)
+    assert planned(shallow, like=(corpus, manifest(seconds=90.0))).minutes == pytest.approx(1.5 * share)
+    assert planned(corpus, like=(corpus, manifest(seconds=None))).minutes is None
+
+
+def test_a_window_past_the_first_decoded_index_is_a_second_prefill_of_a_plan() -> None:
+    corpus = make_corpus(documents=1, depths=(32,), prefill=12, decode=12, overlap=6)
+    assert planned(corpus).prefill_tokens == 2 * (32 + 32 + 6)
+
+
+def test_the_power_of_a_plan_is_what_the_judge_would_find() -> None:
+    """Independent draws of the same noise, judged by the same rule: a FAIL in 95 % at the ratio the plan gives."""
+    corpus = make_corpus(documents=8, depths=(600, 700), prefill=512, decode=512)
+    found = planned(corpus)
+    of, rng, runs = units(8, depths=(600, 700), rows=512), np.random.default_rng(77), 4000
+    assert len(of.rows) == 2 * 8 * 2 * 2
+    by_document = 0.06 * rng.normal(size=(runs, 16))[:, np.unique(of.document, return_inverse=True)[1]]
+    by_row = 1.6 / math.sqrt(512) * rng.normal(size=(runs, len(of.rows)))
+    drawn = ratios(of, np.exp(by_document + by_row - (0.06**2 + 1.6**2 / 512) / 2), np.ones((runs, len(of.rows))))
+    lower = drawn.low(0.01 / len(drawn.strata))
+    for stratum, limit, ratio in found.detectable:
+        failed = math.log(ratio) + lower[:, at(drawn, stratum)] > math.log(limit)
+        assert failed.mean() == pytest.approx(CERTAIN, abs=0.02)
+    anywhere = (math.log(found.everywhere) + lower > math.log(1.4)).any(axis=1)
+    assert anywhere.mean() == pytest.approx(CERTAIN, abs=0.02)
+    assert found.everywhere <= min(ratio for _, _, ratio in found.detectable)
+
+
+def test_a_plan_for_a_smoke_corpus_has_no_cells_and_more_documents_see_more() -> None:
+    small, large = (planned(make_corpus(documents=d, smoke=True)) for d in (2, 8))
+    assert all(stratum.kind is None for stratum, _, _ in small.detectable)
+    assert {limit for _, limit, _ in small.detectable} == {2.0}
+    assert large.everywhere < small.everywhere
+
+
+def test_a_plan_for_a_single_document_detects_nothing() -> None:
+    found = planned(make_corpus(documents=1, kinds=("prose",), depths=(32,)))
+    assert found.everywhere == math.inf
+    assert all(ratio == math.inf for _, _, ratio in found.detectable)
 
 
 def open_check(value: float, status: Status = Status.INCONCLUSIVE) -> Check:
@@ -652,7 +760,7 @@ def test_a_remedy_says_how_many_segments_and_minutes() -> None:
     # (t_.95 + t_.8) error / log(1.4 / 1.1) squared times the three segments there are.
     factor = ((scipy.stats.t.ppf(0.95, 30) + scipy.stats.t.ppf(0.8, 30)) * 0.2 / math.log(1.4 / 1.1)) ** 2
     more = math.ceil(3 * (factor - 1))
-    assert f"about {more} more like its 3" in advice(open_check(1.1))
+    assert f"about {more} more documents like its 3" in advice(open_check(1.1))
     assert "prose0-d512 moves it most" in advice(open_check(1.1))
     of = units()
     cost = of.depth / 2 + np.where(of.phase == "decode", 150.0, 0.0)
@@ -663,7 +771,7 @@ def test_a_remedy_says_how_many_segments_and_minutes() -> None:
 
 def test_a_value_above_the_limit_needs_enough_rows_for_a_fail() -> None:
     factor = ((scipy.stats.t.ppf(0.999, 30) + scipy.stats.t.ppf(0.8, 30)) * 0.2 / math.log(1.8 / 1.4)) ** 2
-    assert f"about {math.ceil(3 * (factor - 1))} more like its 3" in advice(open_check(1.8))
+    assert f"about {math.ceil(3 * (factor - 1))} more documents like its 3" in advice(open_check(1.8))
 
 
 @pytest.mark.parametrize(
