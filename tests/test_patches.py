@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.engine.start import numba_out_of_sight
+from harness.engine.gdn import SITE
 from harness.patching import LoadedPatch, list_patches, load_patch
+from tests.in_process import Rows, engine_in_process, run, runner_of, same
 
 pytest.importorskip("vllm")
 
 PATCHES = list_patches()
-HOOKED = [p for p in PATCHES if p.function is not None]
+HOOKED = [p for p in PATCHES if p.function is not None and not p.patch.site.startswith(SITE)]  # of a dense model
 LENGTHS = (290, 20)  # one prompt past the first 256 positions, one short
 DECODED = 5
+GENERATOR = np.random.default_rng(1)
+PROMPTS = [GENERATOR.integers(0, 320, n).tolist() for n in LENGTHS]
 ENGINE = {"enforce_eager": True, "dtype": "bfloat16"}  # what the engine below was started with
-
-
-class Rows(NamedTuple):
-    """Logits of one run, bf16 as f32, by the kind of step that made them."""
-
-    prefill: np.ndarray
-    decode: np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +29,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One in-process engine over a tiny random Llama: heads of 64, three query heads per KV head."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    before = dict(os.environ)
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_PLUGINS=""
-    )
-    from vllm import LLM
 
     folder = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
@@ -61,76 +50,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if "norm" in name:  # all ones would hide what happens to norm weights
             torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.to(torch.bfloat16).save_pretrained(folder)
-    with numba_out_of_sight():
-        llm = LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=1024,
-            max_num_seqs=4,
-            block_size=32,
-            enable_prefix_caching=False,
-            seed=0,
-        )
-    yield llm
-    os.environ.clear()
-    os.environ.update(before)
+    with engine_in_process(folder, block_size=32) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def runner(engine: Any) -> Any:
-    return engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    return runner_of(engine)
 
 
 @pytest.fixture(scope="module")
 def stock(engine: Any, runner: Any) -> Rows:
-    return run(engine, runner)
-
-
-def run(engine: Any, runner: Any) -> Rows:
-    """Logits of the fixed prompts, all requests at once, as `compute_logits` gives them."""
-    from vllm import SamplingParams
-
-    decoding = False
-    kept: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    model, execute = runner.get_model(), runner.execute_model
-    compute = model.compute_logits
-
-    def compute_logits(hidden: Any) -> Any:
-        logits = compute(hidden)
-        kept[decoding].append(logits.float().numpy().copy())
-        return logits
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal decoding
-        decoding = max(scheduler_output.num_scheduled_tokens.values(), default=0) == 1
-        return execute(scheduler_output, *args, **kwargs)
-
-    installed = vars(runner).get("execute_model")  # a patch may watch steps by it
-    model.compute_logits, runner.execute_model = compute_logits, execute_model
-    try:
-        generator = np.random.default_rng(1)
-        prompts = [{"prompt_token_ids": generator.integers(0, 320, n).tolist()} for n in LENGTHS]
-        sampling = SamplingParams(
-            temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False, prompt_logprobs=0
-        )
-        engine.generate(prompts, sampling, use_tqdm=False)
-    except Exception as error:  # its requests would never end, and every later test would wait for them
-        pytest.exit(f"the engine died: {type(error).__name__}: {error}", returncode=1)
-    finally:
-        del model.compute_logits, runner.execute_model
-        if installed is not None:
-            runner.execute_model = installed
-    return Rows(np.concatenate(kept[False]), np.concatenate(kept[True]))
-
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
+    return run(engine, PROMPTS, DECODED)
 
 
 def test_the_engine_repeats_itself(engine: Any, runner: Any, stock: Rows) -> None:
-    again = run(engine, runner)
+    again = run(engine, PROMPTS, DECODED)
     assert same(stock.prefill, again.prefill)
     assert same(stock.decode, again.decode)
     assert np.isfinite(stock.prefill).all()
@@ -151,11 +86,11 @@ def test_patch_changes_what_it_says_and_is_undone(
         pytest.skip(f"needs an engine of dtype {patch.patch.engine['dtype']}")
     applied = patch.apply(runner)
     try:
-        changed = run(engine, runner)
+        changed = run(engine, PROMPTS, DECODED)
         fired = applied.fired
     finally:
         applied.undo()
-    restored = run(engine, runner)
+    restored = run(engine, PROMPTS, DECODED)
     assert same(stock.prefill, restored.prefill), "the undo left something behind in prefill"
     assert same(stock.decode, restored.decode), "the undo left something behind in decode"
     assert fired, "none of its hooks was called"
