@@ -63,7 +63,8 @@ class Patch:
     changes_rows: bool = True  # False: rows must stay bit-equal; read by whoever compares the recordings
     parameters: Json = field(default_factory=dict)  # keyword arguments of `apply`; part of the Build
     engine: Json = field(default_factory=dict)  # engine arguments it needs, as vLLM names them
-    requests: Json = field(default_factory=dict)  # request pattern it needs: "concurrency", "prefix_hit", ...
+    environment: Json = field(default_factory=dict)  # variables the engine's processes must start with
+    requests: Json = field(default_factory=dict)  # request pattern it needs: see `harness.patterns`
 
     def __post_init__(self) -> None:
         for name, allowed in VALUES.items():
@@ -82,6 +83,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.fired = 0
+        self._waiting: set[int] = set()
         self._undo: list[Callable[[], None]] = []
         Hooks._started.append(self)
 
@@ -93,9 +95,13 @@ class Hooks:
         `counts=False` is for hooks that only look, whose calls say nothing about the change having been reached.
         """
         replacement = make(getattr(owner, name))
+        hook = len(self._undo)
+        if counts:
+            self._waiting.add(hook)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.fired += counts
+            self._waiting.discard(hook)
             return replacement(*args, **kwargs)
 
         self._assign(owner, name, counted)
@@ -118,6 +124,11 @@ class Hooks:
     def at_undo(self, action: Callable[[], None]) -> None:
         """Run something more when undone, before what was changed so far is put back."""
         self._undo.append(action)
+
+    @property
+    def silent(self) -> int:
+        """Wrapped functions that count and were never called."""
+        return len(self._waiting)
 
     def __call__(self) -> None:
         """Undo everything; a second call does nothing."""
@@ -144,6 +155,11 @@ class Applied:
     def fired(self) -> int | None:
         """How often its hooks were called; None if it has none, or an undo of its own that cannot say."""
         return self.undo.fired if isinstance(self.undo, Hooks) else None
+
+    @property
+    def silent(self) -> int:
+        """How many of its hooks were never called; 0 if it has none."""
+        return self.undo.silent if isinstance(self.undo, Hooks) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +302,7 @@ def _refuse_duplicates(patches: Sequence[Any], where: str) -> None:
 
 
 def _check_function(function: Any, patch: Patch, path: Path) -> None:
-    if function is None and (patch.engine or patch.requests):
+    if function is None and (patch.engine or patch.requests or patch.environment):
         return  # a configuration of the engine, nothing to change in a worker
     if not callable(function):
         raise PatchError(

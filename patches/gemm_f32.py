@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import PatchError
 from harness.patching import Hooks, Patch
-from harness.sites import head, linears, weight_of
+from harness.sites import EAGER, head, linears, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ PATCH = Patch(
     source="normal: f32 accumulation with one rounding, as bf16 matrix units do",
     summary="linear layers and LM head multiply in f32 and round their output to bf16 once",
     shows="nothing: another order of summation",
+    engine=EAGER,
 )
 
 

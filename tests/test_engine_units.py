@@ -14,9 +14,11 @@ import pytest
 from harness.engine.instrument import LIMIT, LogprobLog
 from harness.engine.layout import refuse_unsupported, runner_kind, step_layout
 from harness.engine.requests import plan
+from harness.engine.session import require_reached
 from harness.engine.writer import BackgroundWriter
-from harness.errors import EngineError, StorageError, UsageError
+from harness.errors import EngineError, PatchError, StorageError, UsageError
 from harness.metrics import decode, row_summary
+from harness.patching import load_patch
 from harness.storage import Recording
 from harness.types import Block, Phase
 from tests.synthetic import make_corpus, make_rows, record
@@ -156,3 +158,18 @@ def test_engine_arguments_are_vllm_s_own() -> None:
         arguments.parse_engine_args(["--dtype", "float99"])
     with pytest.raises(UsageError, match="does not exist"):
         arguments.make_config("./nowhere", {})
+
+
+def test_a_patch_must_be_reached_by_an_engine_and_seen_whole_by_compiled_code() -> None:
+    patch = load_patch("gemm_f32")
+
+    def workers(*hooks: tuple[int | None, int]) -> list[dict[str, dict[str, int | None]]]:
+        return [{"gemm_f32": {"fired": fired, "unseen": unseen}} for fired, unseen in hooks]
+
+    require_reached([patch], workers((3, 0)))
+    require_reached([patch], workers((0, 0), (3, 0)))  # of two ranks only one may hold the site
+    require_reached([patch], workers((None, 0)))  # an undo of its own: it cannot say
+    with pytest.raises(PatchError, match="never fired"):
+        require_reached([patch], workers((0, 0), (0, 0)))
+    with pytest.raises(PatchError, match=r"120 of its hooks were never called.*enforce-eager"):
+        require_reached([patch], workers((512, 120)))

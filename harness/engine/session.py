@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +21,7 @@ from harness.engine.requests import ARGUMENT, ScoredRequest, plan
 from harness.engine.start import refuse_untested, start_engine
 from harness.errors import EngineError, PatchError, UsageError
 from harness.patching import LoadedPatch
+from harness.patterns import Pattern
 from harness.storage import begin_recording, finish_recording
 from harness.types import Build, Corpus, Json, Manifest
 
@@ -42,6 +45,7 @@ class EngineSession:
             self._config = make_config(model, self.requested)
             self._engine = start_engine(self._config, self._log)
         self.facts: Mapping[str, Any] = self._call("describe")[0]
+        self.resumed_requests = 0  # of the last recording, after the engine preempted them
 
     @property
     def vocab_size(self) -> int:
@@ -78,13 +82,7 @@ class EngineSession:
             with suppress(EngineError):
                 self._call("undo")
             raise
-        fired = self._call("undo")
-        for patch in patches:
-            if all(worker.get(patch.patch.name) == 0 for worker in fired):
-                raise PatchError(
-                    f"patch {patch.reference} never fired: its hooks were not called by any worker, so this recording "
-                    "is of the unpatched engine; check the site it wraps against this engine's configuration"
-                )
+        require_reached(patches, self._call("undo"))
 
     def record(
         self,
@@ -93,11 +91,14 @@ class EngineSession:
         *,
         patches: Sequence[Json] = (),
         concurrency: int = 1,
+        pattern: Pattern | None = None,
         prompt_rows: str = "engine",
         resume: bool = False,
         progress: Progress | None = None,
     ) -> Manifest:
         """Record every scored row of the corpus into `folder`.
+
+        `pattern` says how requests meet the engine, concurrency included; None: in the corpus's order, so many at once.
 
         `prompt_rows` is "engine" (the prompt-logprob pass, with the engine's log-probs as a check on each row) or
         "window" (the head applied to the wanted rows only). Raises EngineError if the engine samples an id that was
@@ -105,9 +106,10 @@ class EngineSession:
         """
         if concurrency < 1:
             raise UsageError(f"--concurrency is {concurrency}: expected at least 1")
+        pattern = pattern or Pattern(concurrency=concurrency)
         check_fits(corpus, max_positions=self.max_positions, vocab_size=self.vocab_size, tokenizer_sha256=None)
         begun = time.monotonic()
-        build = self._build(patches, concurrency, prompt_rows)
+        build = self._build(patches, pattern, prompt_rows)
         logits_dtype = head_dtype(self._config)
         present = begin_recording(
             folder, corpus, build, vocab_size=self.vocab_size, logits_dtype=logits_dtype, resume=resume
@@ -115,12 +117,13 @@ class EngineSession:
         self._call("begin", str(folder.resolve()), self.vocab_size, prompt_rows)
         log = LogprobLog()
         try:
-            self._run(plan(corpus, present.by_segment()), concurrency, prompt_rows, log, progress)
+            requests = plan(corpus, present.by_segment(), pattern) or plan(corpus)[:1]  # one, for the instrument check
+            self._run(requests, pattern.concurrency, prompt_rows, log, progress)
         except Exception:  # as above
             with suppress(EngineError):
                 self._call("finish")
             raise
-        self._call("finish")
+        self.resumed_requests = sum(answer.get("resumed", 0) for answer in self._call("finish"))
         check = log.check(folder)
         return finish_recording(folder, build, instrument=check, seconds=time.monotonic() - begun)
 
@@ -129,6 +132,43 @@ class EngineSession:
         begun = time.monotonic()
         self._run(plan(corpus), concurrency, "engine", log=None, progress=None)
         return time.monotonic() - begun
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache: what one build wrote there is not for another to read."""
+        self._engine.reset_prefix_cache()
+
+    def answers(self) -> bool:
+        """Whether the engine's workers still answer."""
+        try:
+            self._call("describe")
+        except EngineError:
+            return False
+        return True
+
+    def greedy(self, prompts: Mapping[str, Sequence[int]], tokens: int) -> dict[str, list[tuple[int, float]]]:
+        """Free greedy decoding, nothing forced or captured: by name, each id with its lead over the next best, nats.
+
+        All prompts are served at once. The lead is infinite where the vocabulary has one id.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for name, ids in prompts.items():
+            self._add(f"greedy:{name}", ids, params)
+        found = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._step():
+                if output.finished:
+                    found[output.request_id.removeprefix("greedy:")] = _with_leads(output.outputs[0])
+        return found
 
     def all_prompt_logprobs(self, ids: Sequence[int]) -> None:
         """Ask vLLM's own API for every log-prob of every prompt row (needs `max_logprobs=-1`). For benchmarks."""
@@ -139,8 +179,10 @@ class EngineSession:
         while self._engine.has_unfinished_requests():
             self._step()
 
-    def _build(self, patches: Sequence[Json], concurrency: int, prompt_rows: str) -> Build:
-        requested = {**self.requested, "concurrency": concurrency, "prompt_rows": prompt_rows}
+    def _build(self, patches: Sequence[Json], pattern: Pattern, prompt_rows: str) -> Build:
+        requested = {**self.requested, "concurrency": pattern.concurrency, "prompt_rows": prompt_rows}
+        plain = Pattern(concurrency=pattern.concurrency)
+        requested |= {k: v for k, v in asdict(pattern).items() if v != getattr(plain, k)}
         return build_from(self.model, requested, self.facts, patches)
 
     def _run(
@@ -209,3 +251,29 @@ class EngineSession:
             if "error" in answer:
                 raise EngineError(answer["error"])
         return [answer["ok"] for answer in answers]
+
+
+def _with_leads(completion: Any) -> list[tuple[int, float]]:
+    """Each sampled id with the log-prob it leads the best other one by."""
+    leads = []
+    for chosen, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
+        others = [entry.logprob for token, entry in candidates.items() if token != chosen]
+        leads.append((int(chosen), candidates[chosen].logprob - max(others) if others else math.inf))
+    return leads
+
+
+def require_reached(patches: Sequence[LoadedPatch], workers: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """PatchError for a patch that no worker's engine came to, or a compiled engine came to in part only."""
+    for patch in patches:
+        hooks = [worker[patch.patch.name] for worker in workers]
+        if all(hook["fired"] == 0 for hook in hooks):
+            raise PatchError(
+                f"patch {patch.reference} never fired: its hooks were not called by any worker, so this recording "
+                "is of the unpatched engine; check the site it wraps against this engine's configuration"
+            )
+        if unseen := max(hook["unseen"] for hook in hooks):
+            raise PatchError(
+                f"patch {patch.reference}: {unseen} of its hooks were never called, since this engine runs compiled "
+                "code that does not see them, so this recording is of a half-patched engine; record with "
+                "--enforce-eager, or give the patch engine={'enforce_eager': True}"
+            )

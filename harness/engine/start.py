@@ -35,9 +35,14 @@ def refuse_untested(untested: bool) -> None:
     """Raise EngineError for a vLLM release the capture was not run on, unless `untested` is true."""
     import vllm
 
-    if vllm.__version__ not in TESTED_VERSIONS and not untested:
+    require_tested(vllm.__version__, untested)
+
+
+def require_tested(version: str, untested: bool) -> None:
+    """Raise EngineError for a release other than the tested ones, unless `untested` is true."""
+    if version not in TESTED_VERSIONS and not untested:
         raise EngineError(
-            f"vLLM {vllm.__version__} was not tested with logitgate (tested: {', '.join(TESTED_VERSIONS)}); "
+            f"vLLM {version} was not tested with logitgate (tested: {', '.join(TESTED_VERSIONS)}); "
             "use --untested-engine to go on: the instrument check still decides"
         )
 

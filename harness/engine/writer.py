@@ -19,6 +19,46 @@ QUEUE_BYTES = 256 << 20
 """Most bytes of rows in flight between the engine and the disk."""
 
 
+class WriteQueue:
+    """Runs jobs in order on one thread. A job must not raise: what it does with an error is its own matter."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Callable[[], None], int]] = deque()
+        self._bytes = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="logitgate-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None], size: int) -> None:
+        """Queue a job that holds `size` bytes until it has run; blocks while too much is in flight."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= QUEUE_BYTES)
+            self._queue.append((job, size))
+            self._bytes += size
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                job, size = self._queue.popleft()
+            job()
+            del job  # it holds rows
+            with self._changed:
+                self._bytes -= size
+                self._changed.notify_all()
+
+
 class BackgroundWriter:
     """Writes blocks in order from one thread.
 
@@ -28,53 +68,25 @@ class BackgroundWriter:
 
     def __init__(self, folder: Path, *, vocab_size: int, logits_dtype: LogitsDtype, prefix: str) -> None:
         self._parts = PartWriter(folder, vocab_size=vocab_size, logits_dtype=logits_dtype, prefix=prefix)
-        self._queue: deque[tuple[Callable[[], Block], int]] = deque()
-        self._bytes = 0
-        self._closing = False
+        self._queue = WriteQueue()
         self._error: str | None = None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="logitgate-writer", daemon=True)
-        self._thread.start()
 
     def put(self, make_block: Callable[[], Block], size: int) -> None:
         """Queue a block of `size` bytes; blocks while too much is in flight. After an error it returns at once."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._bytes == 0 or self._bytes + size <= QUEUE_BYTES)
-            if self._error:
-                return
-            self._queue.append((make_block, size))
-            self._bytes += size
-            self._changed.notify_all()
+        if self._error is None:
+            self._queue.put(lambda: self._write(make_block), size)
 
     def close(self) -> tuple[Part, ...]:
         """Write what is queued and close the parts. Raises StorageError with the first write error, if any."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        if self._error:
+        self._queue.close()
+        if self._error is not None:
             raise StorageError(self._error)
         return self._parts.close()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                make_block, size = self._queue.popleft()
-            try:
-                self._parts.append(make_block())
-            except Exception as error:
-                self._stop(str(error) or repr(error))
-                return
-            with self._changed:
-                self._bytes -= size
-                self._changed.notify_all()
-
-    def _stop(self, error: str) -> None:
-        with self._changed:
-            self._error = error
-            self._queue.clear()
-            self._bytes = 0
-            self._changed.notify_all()
+    def _write(self, make_block: Callable[[], Block]) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._parts.append(make_block())
+        except Exception as error:
+            self._error = str(error) or repr(error)
