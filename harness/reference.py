@@ -220,7 +220,7 @@ def _describe(model: str, reference: ReferenceModel, *, device_map: str | None, 
         },
         packages=_environment.package_versions(_PACKAGES),
         environment=_environment.relevant_environment(_ENVIRONMENT),
-        host=_environment.host_facts(),
+        host={**_environment.host_facts(), "tf32": _environment.tf32_on(str(reference.device))},
         git=_environment.git_state(),
     )
 

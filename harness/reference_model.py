@@ -216,7 +216,6 @@ def precision_settings() -> Json:
     return {
         "torch_threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda_matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
 

@@ -152,6 +152,8 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
         plain = isinstance(message, dict) and message.keys() == {"role", "content"}
         if not plain or not all(isinstance(text, str) for text in message.values()):
             raise UsageError(f"{where}: a prompt is a string, a message an object of two strings, role and content")
+        if not message["content"].strip():
+            raise UsageError(f"{where}: the {message['role'] or 'message'}'s text is empty: there is nothing to answer")
         if any("\ud800" <= character <= "\udfff" for text in message.values() for character in text):
             raise UsageError(f"{where}: the text has a lone surrogate, which is not a character; mend it")
     kind = entry.get("kind", "task")

@@ -73,6 +73,7 @@ __all__ = [
     "Recording",
     "RowsPresent",
     "begin_recording",
+    "column_names",
     "finish_recording",
     "load_positions",
     "manifest_from_json",
@@ -288,6 +289,14 @@ def load_positions(path: Path) -> dict[str, NDArray[Any]]:
         column = table.column(name)
         columns[name] = np.array(column.to_pylist(), np.str_) if pa.types.is_string(column.type) else column.to_numpy()
     return columns
+
+
+def column_names(path: Path) -> tuple[str, ...]:
+    """The columns of any Parquet file, of which only the end is read. Raises StorageError if it is none."""
+    try:
+        return tuple(pq.read_schema(path).names)
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _plain_column(values: NDArray[Any] | list[str]) -> Any:

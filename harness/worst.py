@@ -1,4 +1,4 @@
-"""The positions to look at, with their text and both top lists: a few rows are read again from the recordings."""
+"""The positions to look at, with their text and both top lists, which are read again from the recordings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.compare import REFERENCE_PHASE
-from harness.evidence import Array, log_softmax, split_groups
-from harness.metrics import decode
+from harness.evidence import split_groups
 from harness.storage import Recording
-from harness.types import Comparison, Corpus, LogitsDtype, Phase
+from harness.types import Comparison, Corpus, Phase
 
 CONTEXT_TOKENS = 48
 TOP = 5
@@ -58,6 +57,13 @@ def worst_rows(comparison: Comparison, n: int) -> NDArray[np.int64]:
     return np.asarray(nan_first[:n], np.int64)
 
 
+def notable_rows(comparison: Comparison, n: int) -> NDArray[np.int64]:
+    """Places in the columns of all flips and of the `n` largest KL20, worst first. [at most n + flips] int64."""
+    ranked = worst_rows(comparison, len(comparison.positions["kl20"]))
+    flipped = np.asarray(comparison.positions["flip"], np.bool_)[ranked]
+    return np.asarray(ranked[flipped | (np.arange(len(ranked)) < n)], np.int64)
+
+
 def worst_positions(comparison: Comparison, n: int) -> tuple[PositionDetail, ...]:
     """Details of the `n` positions with the largest KL20, worst first. Raises as `describe_positions`."""
     return describe_positions(comparison, worst_rows(comparison, n))
@@ -66,12 +72,12 @@ def worst_positions(comparison: Comparison, n: int) -> tuple[PositionDetail, ...
 def describe_positions(comparison: Comparison, rows: NDArray[np.int64]) -> tuple[PositionDetail, ...]:
     """Details of the given places in the columns, in the given order.
 
-    Reads those rows again from the two recordings: StorageError if they are gone since the comparison. An id without
-    text (the corpus came without pieces, or the vocabulary is padded) is shown as <id>.
+    Their top ids are read again from the two recordings: StorageError if they are gone since the comparison. An id
+    without text (the corpus came without pieces, or the vocabulary is padded) is shown as <id>.
     """
     columns = comparison.positions
     reference, candidate = (Recording(Path(s.path), verify=False) for s in (comparison.reference, comparison.candidate))
-    corpus = reference.corpus
+    corpus, width = reference.corpus, comparison.reference.manifest.vocab_size
     tops: dict[int, tuple[tuple[TopId, ...], tuple[TopId, ...]]] = {}
     for group in split_groups(columns):
         wanted = np.unique(rows[(rows >= group.rows[0]) & (rows <= group.rows[-1])])
@@ -79,15 +85,9 @@ def describe_positions(comparison: Comparison, rows: NDArray[np.int64]) -> tuple
             continue
         at = np.asarray(columns["index"][wanted], np.int64)
         reference_phase = Phase(str(columns.get(REFERENCE_PHASE, columns["phase"])[group.rows[0]]))
-        truth = reference.read(group.segment, reference_phase, at).logits
-        given = candidate.read(group.segment, group.phase, at).logits[:, : truth.shape[1]]
-        tops |= {
-            int(row): (
-                _top(corpus, truth[i], comparison.reference.manifest.logits_dtype),
-                _top(corpus, given[i], comparison.candidate.manifest.logits_dtype),
-            )
-            for i, row in enumerate(wanted)
-        }
+        truth = _top(reference, group.segment, reference_phase, at, columns["lse_reference"][wanted], width)
+        given = _top(candidate, group.segment, group.phase, at, columns["lse_candidate"][wanted], width)
+        tops |= {int(row): pair for row, pair in zip(wanted, zip(truth, given, strict=True), strict=True)}
     return tuple(_detail(comparison, corpus, int(row), *tops[int(row)]) for row in rows)
 
 
@@ -110,20 +110,30 @@ def _detail(
         kl_full=float(columns["kl_full"][row]),
         margin=float(columns["margin"][row]),
         flip=bool(columns["flip"][row]),
-        context="".join(_text(corpus, int(i)) for i in segment.token_ids[: index + 1][-CONTEXT_TOKENS:]),
+        context="".join(token_text(corpus, int(i)) for i in segment.token_ids[: index + 1][-CONTEXT_TOKENS:]),
         target=target,
-        target_text=_text(corpus, target),
+        target_text=token_text(corpus, target),
         top_reference=top_reference,
         top_candidate=top_candidate,
     )
 
 
-def _top(corpus: Corpus, raw_v: Array, dtype: LogitsDtype) -> tuple[TopId, ...]:
-    logits = decode(np.ascontiguousarray(raw_v[np.newaxis]), dtype).astype(np.float64)
-    logprobs = log_softmax(logits)[0]
-    ids = np.argsort(-logits[0], kind="stable")[:TOP]  # ties by lower id, NaN last
-    return tuple(TopId(id=int(i), text=_text(corpus, int(i)), logprob=float(logprobs[i])) for i in ids)
+def _top(
+    recording: Recording, segment: str, phase: Phase, at: NDArray[np.int64], lse_p: NDArray[np.float64], width: int
+) -> list[tuple[TopId, ...]]:
+    """The most likely ids of each row, of those below `width`: what the reference does not have was not compared."""
+    corpus = recording.corpus
+    ids_pk, logits_pk = recording.tops(segment, phase, at)
+    logprobs_pk = logits_pk.astype(np.float64) - lse_p[:, np.newaxis]
+    return [
+        tuple(
+            TopId(id=int(ids[k]), text=token_text(corpus, int(ids[k])), logprob=float(logprobs[k]))
+            for k in np.flatnonzero(ids < width)[:TOP]
+        )
+        for ids, logprobs in zip(ids_pk, logprobs_pk, strict=True)
+    ]
 
 
-def _text(corpus: Corpus, token: int) -> str:
+def token_text(corpus: Corpus, token: int) -> str:
+    """Text of an id; <id> if the corpus came without pieces, or the vocabulary is padded."""
     return corpus.pieces[token] if token < len(corpus.pieces) else f"<{token}>"

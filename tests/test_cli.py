@@ -92,6 +92,79 @@ def test_positions_are_saved_when_asked(tmp_path: Path, folders: dict[str, Path]
     assert len(columns["kl20"]) == corpus.rows
 
 
+# --------------------------------------------------------------------------- decode against prefill; planning
+
+
+@pytest.fixture(scope="module")
+def phases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Builds whose phases round independently: an accepted one, one like it, and one whose decode has a fault."""
+    root = tmp_path_factory.mktemp("phases")
+    corpus = make_corpus(documents=12, prefill=24, decode=24, overlap=24)
+    truth = make_rows(corpus)
+    made = {"accepted": with_noise(truth, 0.02, seed=3), "good": with_noise(truth, 0.02, seed=4)}
+    made["fault"] = {
+        key: rows if key[1] is Phase.PREFILL else with_noise({key: rows}, 0.1, seed=5)[key]
+        for key, rows in made["good"].items()
+    }
+    made["one pass"] = truth
+    for name, rows in made.items():
+        record(root / name, corpus, rows, build=make_build(dtype="bfloat16", engine=name))
+    return {name: root / name for name in made}
+
+
+@pytest.mark.parametrize(
+    ("recording", "floor", "code", "last"),
+    [
+        ("good", "accepted", 0, "PASS (phases agree): "),
+        ("fault", "accepted", 1, "FAIL: decode against prefill: "),
+        ("fault", None, 3, "INCONCLUSIVE: no floor was given"),
+        ("good", "one pass", 3, "INCONCLUSIVE: the floor "),
+    ],
+)
+def test_a_recording_is_held_against_itself(
+    phases: dict[str, Path], capsys: pytest.CaptureFixture[str], recording: str, floor: str | None, code: int, last: str
+) -> None:
+    command = ["compare", "--self", str(phases[recording]), *(["--floor", str(phases[floor])] if floor else [])]
+    assert main(command) == code
+    out = capsys.readouterr().out
+    assert out.rstrip().splitlines()[-1].startswith(last)
+    assert "KL(prefill || decode) in nats" in out
+    assert main([*command, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["of_itself"], found["kl"]) == (True, "KL(prefill || decode), nats")
+    assert {check["tier"] for check in found["verdict"]["checks"]} == {"phases"}
+
+
+def test_a_corpus_that_scores_nothing_twice_cannot_be_held_against_itself(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--self", str(folders["good"])]) == 4
+    assert "corpus synthetic scores no position in both phases" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_it_costs_and_sees(
+    tmp_path: Path, folders: dict[str, Path], corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_corpus(corpus, tmp_path / "c.parquet")
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 100}}')
+    command = ["plan", str(tmp_path / "c.parquet"), "--model", str(tmp_path)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["bytes"], found["minutes"]) == (corpus.rows, corpus.rows * 100 * 2, None)
+    assert "--like DIR" in found["minutes_from"]
+    assert len(found["detects"]) == 3 + 8
+    assert main([*command, "--like", str(folders["good"]), "--dtype", "float32"]) == 0
+    assert "limit 1.4" in capsys.readouterr().out
+
+
+def test_a_plan_without_a_config_takes_the_tokenizers_vocabulary(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_corpus(corpus, tmp_path / "c.parquet")
+    assert main(["plan", str(tmp_path / "c.parquet"), "--model", "nobody/nothing", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == corpus.rows * corpus.vocab_size * 2
+
+
 # --------------------------------------------------------------------------- what cannot be judged
 
 
@@ -152,6 +225,11 @@ def test_what_cannot_be_judged_is_one_line_and_exit_4(
         (["patches"], "patches --help"),
         (["compare", "only-one"], "CANDIDATE"),
         (["compare", "a", "b", "--flor", "c"], "--flor"),
+        (["compare", "a", "b", "--self", "c"], "--self"),
+        (["compare", "--self", "c", "--twin", "d"], "--twin"),
+        (["compare", "--self", "c", "--floor", "d", "--floor", "e"], "further floors"),
+        (["plan", "c", "--model", "m", "--dtype", "int8"], "int8"),
+        (["plan", "no-such-corpus", "--model", "m"], "no-such-corpus"),
         (["record", "model", "--corpus", "c.parquet"], "--out"),
         (["record", "--dtype", "float32", "model", "--corpus", "c.parquet", "-o", "x"], "--dtype"),
         (["record", "model", "--corpus", "c", "-o", "x", "--prompt-rows", "some"], "--prompt-rows"),
@@ -296,11 +374,12 @@ def test_show_describes_a_recording_whose_patches_have_no_names(
     assert "unnamed" in capsys.readouterr().out
 
 
-def test_positions_never_replace_a_device_or_a_pipe(
-    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("option", ["--positions", "--markdown", "--junit"])
+def test_an_output_never_replaces_a_device_or_a_pipe(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert run_judge(folders, "good", "--positions", str(tmp_path / "pipe")) == 4
+    assert run_judge(folders, "good", option, str(tmp_path / "pipe")) == 2
     assert "not an ordinary file" in capsys.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
 
@@ -325,7 +404,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sigterm_unwinds_like_ctrl_c_so_that_engines_are_closed() -> None:
     code = (
-        "import os, signal, time, harness.cli as cli\n"
+        "import os, signal, time, harness.cli as cli, harness.__main__ as program\n"
         "def app(**_):\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -333,7 +412,7 @@ def test_sigterm_unwinds_like_ctrl_c_so_that_engines_are_closed() -> None:
         "    finally:\n"
         "        print('closed')\n"
         "cli.app = app\n"
-        "cli.run()\n"
+        "program.run()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "closed\n"

@@ -228,7 +228,7 @@ def test_packaged_manifests_load(name: str) -> None:
 
 
 def test_unknown_and_unreadable_manifests(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'nope'; packaged are embedded, essay, quick"):
+    with pytest.raises(UsageError, match="packaged are embedded, essay, hybrid, hybrid-decode, hybrid-quick, quick"):
         load_manifest("nope")
     with pytest.raises(UsageError, match=r"absent\.toml"):
         load_manifest(str(tmp_path / "absent.toml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import _environment
 
@@ -24,3 +25,28 @@ def test_git_state_tells_a_changed_repository_from_none(tmp_path: Path) -> None:
     assert _environment.git_state(tmp_path) == {"commit": None, "dirty": False}
     (tmp_path / "new").write_text("")
     assert _environment.git_state(tmp_path) == {"commit": None, "dirty": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "override", "on"),
+    [
+        ("cuda:0", "highest", None, False),
+        ("cuda:0", "high", None, True),
+        ("cuda:1", "high", "0", False),
+        ("cuda:0", "highest", "1", True),
+        ("cuda:0", "high", "yes", True),
+        ("cpu", "high", "1", False),
+    ],
+)
+def test_tf32_is_on_where_torch_or_the_driver_says_so(
+    monkeypatch: pytest.MonkeyPatch, device: str, setting: str, override: str | None, on: bool
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if override is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    try:
+        torch.set_float32_matmul_precision(setting)
+        assert _environment.tf32_on(device) is on
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -39,7 +39,7 @@ def test_the_wheel_carries_corpora_patches_and_gates(wheel: zipfile.ZipFile) -> 
 
 
 def test_the_entry_points_name_things_that_exist(wheel: zipfile.ZipFile) -> None:
-    from harness.cli import run
+    from harness.__main__ import run
     from harness.engine.plugin import register
 
     (file,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]

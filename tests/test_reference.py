@@ -303,7 +303,7 @@ def test_a_recording_holds_every_row_and_its_own_error(llama: Path, corpus: Corp
     assert manifest.build.engine == "huggingface"
     assert manifest.build.dtype == "float32"
     assert manifest.build.resolved["float32_matmul_precision"] == "highest"
-    assert not manifest.build.resolved["cuda_matmul_tf32"]
+    assert manifest.build.host["tf32"] is False
     recording = Recording(tmp_path / "ref")
     for segment in corpus.segments:
         exact = numpy_llama(llama, segment.token_ids)

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,8 @@ def verdict(status: Status | None = Status.FAIL) -> Verdict:
     estimates += [
         estimate("perplexity", "reference", 12.5),
         estimate("perplexity", "candidate", 12.75),
+        estimate("perplexity", "reference_error", 0.375),
+        estimate("perplexity", "candidate_error", 0.625),
         estimate("perplexity", "candidate_over_reference", 1.02, spread=0.001),
         estimate("kl20", "trend_step", 1.875, spread=0.5),
     ]
@@ -147,6 +150,30 @@ def test_numbers_of_the_verdict_are_all_there(comparison: Comparison, worst: tup
     assert "KL(reference || candidate)" in text
 
 
+def test_what_is_never_judged_is_shown_for_scale(comparison: Comparison) -> None:
+    text = shown(comparison, replace(verdict(), task_bounds={"prose-00-d48": 0.25, "code-00-d48": 0.125}), width=400)
+    assert "perplexity 12.5000 ± 0.3750 (reference), 12.7500 ± 0.6250 (candidate) ± one standard error" in text
+    assert "mean KL others report for builds taken as correct: 7.0e-04 (median 2.5e-04)" in text
+    assert "task-score bound sqrt(KL sum / 2): 0.25 at most, in prose-00-d48" in text
+    assert "task-score" not in shown(comparison, replace(verdict(), task_bounds={}))
+
+
+def test_other_floors_show_the_spread(comparison: Comparison) -> None:
+    rows = len(comparison.positions["kl20"])
+    other = replace(
+        comparison, floor={"kl20": np.full(rows, 2e-4)}, spread={"elsewhere": {"kl20": np.full(rows, 5e-4)}}
+    )
+    assert "elsewhere  mean KL20 5.00e-04, 2.50 x the floor's" in shown(other, verdict(), width=400)
+    assert "5.00e-04, " not in shown(replace(other, floor=None), verdict(), width=400)
+    assert to_json(other, verdict())["spread_mean_kl20"] == {"elsewhere": pytest.approx(5e-4)}
+
+
+def test_a_self_comparison_names_its_phases(comparison: Comparison) -> None:
+    text = shown(replace(comparison, of_itself=True), verdict(), width=400)
+    assert "KL(prefill || decode) in nats" in text
+    assert "12.5000 ± 0.3750 (prefill), 12.7500 ± 0.6250 (decode)" in text
+
+
 def test_the_largest_flip_margin_is_the_one_of_the_columns(comparison: Comparison) -> None:
     columns = dict(comparison.positions)
     chosen = (columns["segment"] == "prose-00-d48") & (columns["phase"] == "decode")
@@ -178,9 +205,9 @@ def test_lines_fit_the_terminal(comparison: Comparison, worst: tuple[PositionDet
 
 
 def test_wide_terminals_show_more_columns(comparison: Comparison) -> None:
-    assert "median" in shown(comparison, verdict(), width=140)
+    assert "detects" in shown(comparison, verdict(), width=140)
     narrow = shown(comparison, verdict(), width=80)
-    assert "median" not in narrow
+    assert "detects" not in narrow
     assert "ratio to floor" in narrow
 
 

@@ -174,6 +174,9 @@ def test_a_tokenizer_without_chat_template_is_refused(model: Path, tmp_path: Pat
         ({"messages": [{"role": "user"}]}, "two strings"),
         ({"prompt": "a", "temperature": 1}, "unknown key 'temperature'"),
         ({"prompt": "a\ud800"}, "lone surrogate"),
+        ({"prompt": ""}, "user's text is empty"),
+        ({"prompt": " \n"}, "user's text is empty"),
+        ({"messages": [{"role": "system", "content": ""}]}, "system's text is empty"),
         ({"prompt": "a", "kind": "a b"}, "kind is 'a b'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an artefact is, as facts (JSON-ready) and as plain text: corpora, recordings, patches."""
+"""What an artefact is, as facts (JSON-ready) and as plain text: corpora, recordings, positions, verdicts, patches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,40 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
+_OURS = "a recording's folder, a corpus or positions (Parquet), or a verdict (JSON of `compare --json`)"
+
 
 def facts(path: Path) -> Facts:
-    """Describe a recording's folder or a corpus file. Raises StorageError for anything else."""
+    """Describe a recording's folder, a corpus, saved positions or a saved verdict. Raises StorageError for others."""
     if not os.path.exists(path):  # unlike Path.exists, false for a name that is too long
-        raise StorageError(f"{path} does not exist: expected a corpus file or a recording's folder")
+        raise StorageError(f"{path} does not exist: expected {_OURS}")
     if path.is_dir():
         from harness.storage import Recording
 
         return recording_facts(path, Recording(path).manifest)
-    from harness.corpus import load_corpus
+    if not path.is_file():
+        raise StorageError(f"{path} is no ordinary file: expected {_OURS}")
+    with path.open("rb") as file:
+        start = file.read(64).lstrip()
+    if start.startswith(b"PAR1"):
+        return _parquet_facts(path)
+    if start.startswith(b"{"):
+        from harness.report.saved import verdict_facts
 
+        return verdict_facts(path)
+    raise StorageError(f"{path} is none of logitgate's: expected {_OURS}")
+
+
+def _parquet_facts(path: Path) -> Facts:
+    from harness.corpus import load_corpus
+    from harness.report.saved import positions_facts
+    from harness.storage import column_names, load_positions
+
+    names = set(column_names(path))
+    if names >= {"digest", "logits"}:
+        raise StorageError(f"{path} is one part of a recording: show its folder, {path.parent}")
+    if names >= {"segment", "phase", "index", "kind", "depth", "kl20", "flip"}:
+        return positions_facts(path, load_positions(path))
     return corpus_facts(path, load_corpus(path))
 
 
@@ -96,6 +119,7 @@ def patch_facts(loaded: LoadedPatch) -> Facts:
         "source": patch.source,
         "parameters": dict(patch.parameters),
         "engine": dict(patch.engine),
+        "environment": dict(patch.environment),
         "requests": dict(patch.requests),
         "file": str(loaded.path),
         "sha256": loaded.sha256,

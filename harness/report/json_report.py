@@ -1,27 +1,20 @@
 """A comparison and its verdict as one JSON object, for machines.
 
-Schema, version 1. Keys are added without a new version; one that changes its meaning or goes raises it.
-
-- `schema_version`: 1. `kl`: the direction, in words; all KL are in nats.
-- `verdict`: `status` ("PASS", "FAIL", "INCONCLUSIVE" or null: could not be judged), `word`, `exit_code`, `reasons`,
-  `remedy`, `notes`, and the fields of `types.Verdict`: `checks`, `estimates`, `flip_bins`, `task_bounds`. A stratum is
-  an object of `phase`, `kind` and `depth`; null means all.
-- `reference`, `candidate`, `floor`, `baseline`: `path` and the recording's manifest but for its list of files; null if
-  not given. `spread`: paths of the other floors.
-- `findings`: `code`, `message`, `fatal` of everything noticed about the rows before any statistic.
-- `positions`: how many, in all and by phase. `corpus`: name and sha256. `smoke`, `notes`, `seconds`.
-- `worst`: the positions with the largest KL, with context and both top lists (`types` of `worst.PositionDetail`).
-
-NaN is null: unknown or not estimated. Infinities are the strings "Infinity" and "-Infinity".
+`verdict.schema.json` beside this module is the schema (JSON Schema 2020-12), version 1: what each key means is written
+there. Keys are added without a new version; one that changes its meaning or goes raises it. NaN is null: unknown or not
+estimated. Infinities are the strings "Infinity" and "-Infinity". Where nothing could be compared there are only
+`schema_version` and `verdict`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,46 +30,60 @@ def to_json(comparison: Comparison, verdict: Verdict, worst: Sequence[PositionDe
     corpus = comparison.reference.manifest
     return {
         "schema_version": JSON_SCHEMA_VERSION,
-        "kl": "KL(reference || candidate), nats",
-        "verdict": {**_plain(verdict), "exit_code": verdict.exit_code},
+        "kl": f"KL({' || '.join(comparison.names)}), nats",
+        "of_itself": comparison.of_itself,
+        "verdict": {**plain(verdict), "exit_code": verdict.exit_code},
         "reference": _side(comparison.reference),
         "candidate": _side(comparison.candidate),
         "floor": _side(comparison.floor_side),
         "baseline": _side(comparison.baseline_side),
         "spread": list(comparison.spread),
+        "spread_mean_kl20": {path: plain(float(c["kl20"].mean())) for path, c in comparison.spread.items()},
         "corpus": {"name": corpus.corpus_name, "sha256": corpus.corpus_sha256},
-        "findings": _plain(comparison.findings),
+        "findings": plain(comparison.findings),
         "positions": {"all": len(phases), **{str(p): int((phases == str(p)).sum()) for p in Phase}},
-        "worst": _plain(worst),
+        "worst": plain(worst),
         "smoke": comparison.smoke,
         "notes": list(comparison.notes),
-        "seconds": _plain(comparison.seconds),
+        "seconds": plain(comparison.seconds),
     }
+
+
+def no_judgement(word: str, message: str, exit_code: int) -> dict[str, Any]:
+    """The object where nothing could be compared, and why."""
+    verdict = {"status": None, "word": word, "exit_code": exit_code, "reasons": [message]}
+    return {"schema_version": JSON_SCHEMA_VERSION, "verdict": verdict}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema that both objects keep to."""
+    text = Path(__file__).with_name("verdict.schema.json").read_text(encoding="utf-8")
+    return cast("dict[str, Any]", json.loads(text))
 
 
 def _side(side: Side | None) -> dict[str, Any] | None:
     if side is None:
         return None
     manifest = {field.name: getattr(side.manifest, field.name) for field in dataclasses.fields(side.manifest)}
-    return {"path": side.path, **{name: _plain(value) for name, value in manifest.items() if name != "parts"}}
+    return {"path": side.path, **{name: plain(value) for name, value in manifest.items() if name != "parts"}}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON's own types, recursively; numpy scalars become Python's."""
     if isinstance(value, Enum):
         return value.value
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float):
         if math.isnan(value):
             return None
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     raise TypeError(f"no JSON form for {type(value).__name__}")

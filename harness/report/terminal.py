@@ -8,18 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from harness.report import cells, strata
 from harness.report.visible import visible
-from harness.types import OVERALL, Check, Comparison, Estimate, FlipBin, Side, Status, Stratum, Verdict
+from harness.summary import PUBLISHED, TASK_BOUND
+from harness.types import OVERALL, Check, Columns, Comparison, Estimate, FlipBin, Status, Verdict
 from harness.worst import PositionDetail, TopId
 
-WIDE = 110  # columns from which the tables have everything
+NARROW, WIDE = 80, 110  # columns below which the table of strata is cut to the least, and from which it has all
+COLUMNS = {
+    "narrow": ("mean", "ratio", "flips"),
+    "middle": ("mean", "ratio to floor (95 %)", "flips", "flip margin"),
+    "wide": ("median", "mean", "p99", "ratio to floor (95 %)", "detects", "flips", "flip margin"),
+}
 MOST_CHECKS = 8  # the table above them has every stratum anyway
 COLOURS = {Status.PASS: "green", Status.FAIL: "red", Status.INCONCLUSIVE: "yellow", None: "magenta"}
 
@@ -28,13 +34,13 @@ def render(comparison: Comparison, verdict: Verdict, console: Console, *, worst:
     """Print the verdict; the last line begins with its word. `worst` comes from `worst.worst_positions`."""
     parts: list[RenderableType] = [_verdict_panel(comparison, verdict), _sides(comparison)]
     if verdict.estimates:
-        parts.append(_cells(comparison, verdict, wide=console.width >= WIDE))
+        parts.append(_cells(comparison, verdict, console.width))
     undecided = [check for check in verdict.checks if check.status is not Status.PASS]
     if undecided:
         parts.append(_checks(undecided, wide=console.width >= WIDE))
     if verdict.flip_bins:
         parts.append(_flips(verdict.flip_bins))
-    parts += [*_trends(verdict.estimates), *_perplexity(verdict.estimates)]
+    parts += [*_trends(verdict.estimates), *_perplexity(comparison, verdict.estimates), *_scale(verdict)]
     if worst:
         parts.append(Text("\nWorst positions", style="bold"))
         parts += [_worst(number, position, console.width) for number, position in enumerate(worst, 1)]
@@ -43,17 +49,11 @@ def render(comparison: Comparison, verdict: Verdict, console: Console, *, worst:
         if isinstance(part, Table):
             console.print()
         console.print(part, highlight=False)
-    console.print(Text(visible(_last_line(verdict))), highlight=False, soft_wrap=True)
-
-
-def _last_line(verdict: Verdict) -> str:
-    return f"{verdict.word}: {verdict.reasons[0]}" if verdict.reasons else verdict.word
+    console.print(Text(visible(cells.last_line(verdict))), highlight=False, soft_wrap=True)
 
 
 def _verdict_panel(comparison: Comparison, verdict: Verdict) -> Panel:
-    lines = [_line("• " + reason) for reason in verdict.reasons]
-    reasons = set(verdict.reasons)
-    lines += [_line(f"• {f.code}: {f.message}") for f in comparison.findings if f.message not in reasons]
+    lines = [_line("• " + fact) for fact in cells.facts(comparison, verdict)]
     if verdict.remedy:
         lines.append(_line("→ " + verdict.remedy))
     colour = COLOURS[verdict.status]
@@ -67,56 +67,35 @@ def _sides(comparison: Comparison) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    named = [("reference", comparison.reference), ("candidate", comparison.candidate)]
-    named += [(n, s) for n, s in (("floor", comparison.floor_side), ("baseline", comparison.baseline_side)) if s]
-    for name, side in named:
-        grid.add_row(name, _line(_described(side)))
-    for path in comparison.spread:
-        grid.add_row("spread", _line(path))
-    phases, counts = np.unique(comparison.positions["phase"], return_counts=True)
-    shares = ", ".join(f"{count:,} {phase}" for phase, count in zip(phases, counts, strict=True))
-    corpus = comparison.reference.manifest
-    grid.add_row(
-        "positions", _line(f"{shares}; corpus {corpus.corpus_name} {corpus.corpus_sha256[:12]}, same ids on all")
-    )
-    grid.add_row(
-        "numbers", _line("KL(reference || candidate) in nats, f64, from raw logits; KL20 merges ids past the top 20")
-    )
+    for name, side in cells.sides(comparison):
+        grid.add_row(name, _line(f"{side.path}  {cells.described(side)}"))
+    for path, columns in comparison.spread.items():
+        grid.add_row("spread", _line(f"{path}  mean KL20 {columns['kl20'].mean():.2e}{_of_floor(comparison, columns)}"))
+    grid.add_row("positions", _line(cells.positions(comparison)))
+    grid.add_row("numbers", _line(cells.direction(comparison)))
     return grid
 
 
-def _described(side: Side) -> str:
-    build, manifest = side.manifest.build, side.manifest
-    patches = ", ".join(str(patch.get("name", "?")) for patch in build.patches)
-    facts = f"{side.path}  {build.engine} {build.engine_version}, {build.model}, {build.dtype} on {build.device}"
-    facts += f", logits {manifest.logits_dtype}" if manifest.logits_dtype != build.dtype else ""
-    return facts + (f", patched: {patches}" if patches else "")
+def _of_floor(comparison: Comparison, columns: Columns) -> str:
+    """Another floor beside the one that is the denominator."""
+    base = float(comparison.floor["kl20"].mean()) if comparison.floor is not None else 0.0
+    return f", {columns['kl20'].mean() / base:.2f} x the floor's" if base > 0 else ""
 
 
 # --------------------------------------------------------------------------- tables
 
 
-def _cells(comparison: Comparison, verdict: Verdict, *, wide: bool) -> Table:
-    """One line a stratum. Narrow terminals get the mean, the ratio and the flips."""
+def _cells(comparison: Comparison, verdict: Verdict, width: int) -> Table:
+    """One line a stratum, with as many columns as the terminal has room for."""
     table = _table("KL20 by phase, kind and depth")
     table.add_column("where", no_wrap=True)
-    names = ["median", "mean", "p99", "ratio to floor (95 %)", "detects", "flips", "flip margin"]
-    kept = names if wide else [name for name in names if name not in ("median", "p99", "detects")]
+    kept = COLUMNS["wide" if width >= WIDE else "middle" if width >= NARROW else "narrow"]
     for name in kept:
         table.add_column(name, justify="right", no_wrap=name != "flip margin")
-    for stratum in dict.fromkeys(e.stratum for e in verdict.estimates if e.statistic == "mean" and e.metric == "kl20"):
-        found = {(e.metric, e.statistic): e for e in verdict.estimates if e.stratum == stratum}
-        ratio, flips = found.get(("kl20", "ratio_to_floor")), found.get(("flip", "rate"))
-        values = {
-            "median": _small(found.get(("kl20", "median"))),
-            "mean": _small(found.get(("kl20", "mean"))),
-            "p99": _small(found.get(("kl20", "p99"))),
-            "ratio to floor (95 %)": _interval(ratio),
-            "detects": _detectable(verdict.checks, stratum),
-            "flips": f"{flips.value:.2%}" if flips else "-",
-            "flip margin": _flip_margin(comparison, stratum),
-        }
-        table.add_row(str(stratum), *(values[name] for name in kept), style="bold" if stratum == OVERALL else "")
+    for stratum in strata.strata(verdict):
+        values = cells.cells(comparison, verdict, stratum)
+        name = cells.short(stratum) if width < NARROW else str(stratum)
+        table.add_row(name, *(values[column] for column in kept), style="bold" if stratum == OVERALL else "")
     return table
 
 
@@ -163,20 +142,36 @@ def _trends(estimates: Sequence[Estimate]) -> Iterator[Text]:
         "trend_chunk": "first rows of a chunk against the others",
         "trend_block": "first rows of a KV block against the others",
     }
-    shown = [f"{names[e.statistic]}: {_interval(e)}" for e in estimates if e.statistic in names]
+    shown = [f"{names[e.statistic]}: {cells.interval(e)}" for e in estimates if e.statistic in names]
     if shown:
         yield Text("\nKL20 in one part over another (1 = no trend)", style="bold")
         yield from map(_line, shown)
 
 
-def _perplexity(estimates: Sequence[Estimate]) -> Iterator[Text]:
+def _perplexity(comparison: Comparison, estimates: Sequence[Estimate]) -> Iterator[Text]:
     found = {e.statistic: e for e in estimates if e.metric == "perplexity"}
     if "reference" in found and "candidate" in found:
         both = found["candidate_over_reference"]
+        of_each = [
+            f"{found[side].value:.4f} ± {found[f'{side}_error'].value:.4f} ({name})"
+            for side, name in zip(("reference", "candidate"), comparison.names, strict=True)
+        ]
         yield _line(
-            f"\nperplexity {found['reference'].value:.4f} (reference), {found['candidate'].value:.4f} (candidate), "
-            f"ratio {both.value:.5f} ({both.low:.5f} to {both.high:.5f}): it cannot see this level and is never judged"
+            f"\nperplexity {', '.join(of_each)} ± one standard error, ratio {both.value:.5f} ({both.low:.5f} to "
+            f"{both.high:.5f}): it cannot see this level and is never judged"
         )
+
+
+def _scale(verdict: Verdict) -> Iterator[Text]:
+    """What the numbers can be held against, and never are by the judge."""
+    published = [
+        f"{mean:.1e}" + ("" if math.isnan(median) else f" (median {median:.1e})") + f": {what}"
+        for what, mean, median in PUBLISHED
+    ]
+    yield _line(f"for scale, mean KL others report for builds taken as correct: {'; '.join(published)}")
+    if verdict.task_bounds:
+        segment, bound = max(verdict.task_bounds.items(), key=lambda pair: pair[1])
+        yield _line(f"task-score bound sqrt(KL sum / 2): {bound:.2g} at most, in {segment}: {TASK_BOUND}")
 
 
 def _worst(number: int, position: PositionDetail, width: int) -> Text:
@@ -213,36 +208,3 @@ def _line(text: str, style: str = "") -> Text:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
-
-
-def _small(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.2e}"
-
-
-def _interval(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "-"
-    if math.isnan(estimate.low) or math.isnan(estimate.high):
-        return _ratio(estimate.value)
-    return f"{_ratio(estimate.value)} ({_ratio(estimate.low)} to {_ratio(estimate.high)})"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.3g}"
-
-
-def _detectable(checks: Sequence[Check], stratum: Stratum) -> str:
-    for check in checks:
-        if check.stratum == stratum and check.statistic == "ratio_to_floor" and math.isfinite(check.detectable):
-            return f"≥ {_ratio(check.detectable)}"
-    return "-"
-
-
-def _flip_margin(comparison: Comparison, stratum: Stratum) -> str:
-    columns = comparison.positions
-    flipped = columns["flip"].astype(bool) & np.isfinite(columns["margin"])
-    for name in ("phase", "kind", "depth"):
-        wanted = getattr(stratum, name)
-        if wanted is not None:
-            flipped &= columns[name] == (str(wanted) if name == "phase" else wanted)
-    return f"{columns['margin'][flipped].max():.3f}" if flipped.any() else "-"
