@@ -19,8 +19,9 @@ from typer.exceptions import TyperException
 
 from harness.cli_artefacts import corpus_app, doctor, patches_app, show
 from harness.cli_calibrate import calibrate_app, sweep_app
-from harness.cli_judge import EXIT_NO_JUDGEMENT, compare, plan, say_no_judgement, show_verdict
-from harness.cli_outputs import NO_JUDGEMENT
+from harness.cli_judge import compare, plan, say_no_judgement, show_verdict
+from harness.cli_outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT
+from harness.cli_report import report
 from harness.cli_served import finish, record_server
 from harness.errors import LogitgateError, UsageError
 
@@ -226,6 +227,7 @@ def record(
 
 app.command()(finish)
 app.command()(compare)
+app.command()(report)
 app.command()(plan)
 app.command()(show)
 app.command()(doctor)

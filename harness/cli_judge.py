@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.cli_artefacts import AsJson
-from harness.cli_outputs import NO_JUDGEMENT, WORST_SHOWN, Outputs
+from harness.cli_outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT, WORST_SHOWN, Outputs
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
     from harness.types import Comparison, Corpus, Verdict
-
-EXIT_NO_JUDGEMENT = 4
 
 
 def compare(
@@ -41,8 +39,12 @@ def compare(
     twin: Annotated[list[Path] | None, typer.Option(help="Recording of the same code with dtype float32.")] = None,
     gates: Annotated[Path | None, typer.Option(help="Limits to use instead of the packaged ones.")] = None,
     positions: Annotated[Path | None, typer.Option(help="Also save every column per position, as Parquet.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report, one HTML file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write a comment for a pull request.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Also write JUnit XML, a test case for each check.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="All of these in one folder, with the verdict as JSON: to keep.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Hold a candidate against a reference and judge it.
@@ -54,7 +56,7 @@ def compare(
     from harness.judge import judge, load_gates
     from harness.report.console import progress_bar
 
-    outputs = Outputs(positions=positions, markdown=markdown, junit=junit)
+    outputs = Outputs.given(save, positions=positions, report=report, markdown=markdown, junit=junit)
     denominator, spread = (floor[0], floor[1:]) if floor else (None, [])
     given = [path for path in (reference, candidate, itself, *(floor or ()), baseline, *(twin or ())) if path]
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from harness.errors import StorageError, UsageError
 
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from harness.types import Comparison, Verdict
 
 NO_JUDGEMENT = "COULD NOT JUDGE"
+EXIT_NO_JUDGEMENT = 4
 WORST_SHOWN = 5
+
+SAVED = {
+    "positions": "positions.parquet",
+    "report": "report.html",
+    "markdown": "report.md",
+    "junit": "junit.xml",
+    "verdict": "verdict.json",
+}
+"""Files of a saved comparison, by output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +33,16 @@ class Outputs:
     """Where to write what; None: nowhere. Each is named as its option is."""
 
     positions: Path | None = None
+    report: Path | None = None
     markdown: Path | None = None
     junit: Path | None = None
+    verdict: Path | None = None
+
+    @classmethod
+    def given(cls, save: Path | None, **single: Path | None) -> Self:
+        """Each file where its own option says, else in the folder `save`, under its usual name."""
+        usual = {} if save is None else {name: save / file for name, file in SAVED.items()}
+        return cls(**{name: single.get(name) or usual.get(name) for name in SAVED})
 
     @contextmanager
     def prepared(self, recordings: Iterable[Path]) -> Iterator[None]:
@@ -45,7 +64,7 @@ class Outputs:
             yield
         except Exception as error:
             with suppress(StorageError):  # what went wrong first is the one to report
-                self._explain(str(error))
+                self._explain(str(error), getattr(error, "exit_code", EXIT_NO_JUDGEMENT))
             raise
 
     def write(self, comparison: Comparison, verdict: Verdict) -> None:
@@ -54,23 +73,43 @@ class Outputs:
             from harness.storage import save_positions
 
             save_positions(comparison.positions, self.positions)
-        if self.markdown is not None:
-            from harness.report.markdown import to_markdown
-            from harness.worst import worst_positions
+        if self.report is not None:
+            from harness.report.html import BROWSED, report_html
+            from harness.worst import describe_positions, notable_rows
 
-            _save(to_markdown(comparison, verdict, worst_positions(comparison, WORST_SHOWN)), self.markdown)
+            details = describe_positions(comparison, notable_rows(comparison, BROWSED))
+            save_text(report_html(comparison, verdict, details), self.report)
         if self.junit is not None:
             from harness.report.junit import to_junit
 
-            _save(to_junit(comparison, verdict), self.junit)
+            save_text(to_junit(comparison, verdict), self.junit)
+        if self.markdown is None and self.verdict is None:
+            return
+        from harness.worst import worst_positions
 
-    def _explain(self, message: str) -> None:
-        from harness.report import junit, markdown
-
+        worst = worst_positions(comparison, WORST_SHOWN)
         if self.markdown is not None:
-            _save(markdown.no_judgement(NO_JUDGEMENT, message), self.markdown)
+            from harness.report.markdown import to_markdown
+
+            save_text(to_markdown(comparison, verdict, worst), self.markdown)
+        if self.verdict is not None:
+            from harness.report.json_report import to_json
+
+            save_text(json.dumps(to_json(comparison, verdict, worst), allow_nan=False), self.verdict)
+
+    def _explain(self, message: str, code: int) -> None:
+        from harness.report import json_report, junit, markdown
+
+        if self.report is not None:
+            from harness.report import html
+
+            save_text(html.no_judgement(NO_JUDGEMENT, message), self.report)
+        if self.markdown is not None:
+            save_text(markdown.no_judgement(NO_JUDGEMENT, message), self.markdown)
         if self.junit is not None:
-            _save(junit.no_judgement(NO_JUDGEMENT, message), self.junit)
+            save_text(junit.no_judgement(NO_JUDGEMENT, message), self.junit)
+        if self.verdict is not None:
+            save_text(json.dumps(json_report.no_judgement(NO_JUDGEMENT, message, code)), self.verdict)
 
 
 def _require_apart(places: Iterable[tuple[str, Path]], recordings: Iterable[Path]) -> None:
@@ -86,7 +125,8 @@ def _require_apart(places: Iterable[tuple[str, Path]], recordings: Iterable[Path
                 raise UsageError(f"--{option} {path} lies in the recording {given}, which stays as it is: name another")
 
 
-def _save(text: str, path: Path) -> None:
+def save_text(text: str, path: Path) -> None:
+    """Write a whole file or nothing. Raises StorageError if the disk refuses."""
     from harness._files import atomic_file
 
     try:

@@ -13,8 +13,8 @@ MOST = 3
 _COUNTS = ("count", "count_above_margin")
 
 _WORDS = {
-    "ratio_to_floor": "mean KL20 is {value:.3g} x the floor's in {stratum}",
-    "ratio_to_baseline": "mean KL20 is {value:.3g} x the baseline's in {stratum}",
+    "ratio_to_floor": "mean KL20 is {shown} x the floor's in {stratum}",
+    "ratio_to_baseline": "mean KL20 is {shown} x the baseline's in {stratum}",
     "twin_mean": "mean KL20 of the float32 twin is {value:.3g} nat in {stratum}",
     "count_above_margin": "{value:.0f} of {positions} rows flip at a margin above {margin:g}",
     "count": "{value:.0f} of {positions} rows have NaN or infinite logits",
@@ -77,7 +77,7 @@ def _severity(check: Check) -> float:
 
 def _fact(check: Check, margin: float) -> str:
     said = _WORDS[check.statistic].format(
-        value=check.value, stratum=check.stratum, positions=check.positions, margin=margin
+        value=check.value, shown=_plain(check.value), stratum=check.stratum, positions=check.positions, margin=margin
     )
     if check.tier == "logic" and check.statistic in _COUNTS:
         said = f"twin (float32): {said}"
@@ -86,8 +86,15 @@ def _fact(check: Check, margin: float) -> str:
     if check.statistic in _COUNTS:
         return f"{said} (allowed: {check.limit:g})"
     if check.status is Status.FAIL:
-        return f"{said} (limit {check.limit:.3g}, lower bound {check.low:.3g})"
+        return f"{said} (limit {_plain(check.limit)}, lower bound {_plain(check.low)})"
     if check.status is Status.PASS:
-        return f"{said} (limit {check.limit:.3g}, upper bound {check.high:.3g})"
+        return f"{said} (limit {_plain(check.limit)}, upper bound {_plain(check.high)})"
     changed = "changed, explain or re-baseline: " if check.tier == "change" and check.low > check.limit else ""
-    return f"{changed}{said} (limit {check.limit:.3g}, bounds {check.low:.3g} to {check.high:.3g})"
+    return f"{changed}{said} (limit {_plain(check.limit)}, bounds {_plain(check.low)} to {_plain(check.high)})"
+
+
+def _plain(value: float) -> str:
+    """Three significant digits: 0.00123, 1.06, 1,030; powers of ten only beyond a million."""
+    if math.isfinite(value) and 1000 <= abs(value) < 1e6:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}"

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "harness"
 
-COMMANDS = ("cli_artefacts", "cli_judge", "cli_outputs", "cli_served")
+COMMANDS = ("cli_artefacts", "cli_judge", "cli_outputs", "cli_report", "cli_served")
 CALIBRATION = ("cli_calibrate", "calibration_run", "result_keeper", "sweep_run")
 REFERENCE = ("reference", "reference_f64", "reference_model", "reference_products", "sampling")
 
@@ -52,7 +52,7 @@ FENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "matplotlib": (("report",), ()),
     "plotly": (("report",), ()),
     "jinja2": (("report",), ()),
-    "typer": (("cli", "cli_artefacts", "cli_calibrate", "cli_judge", "cli_served"), ()),
+    "typer": (("cli", "cli_artefacts", "cli_calibrate", "cli_judge", "cli_report", "cli_served"), ()),
     "duckdb": ((), ()),
     "polars": ((), ()),
     "pandas": ((), ()),

@@ -37,7 +37,7 @@ class Entry:
     section: str
     name: str  # dotted: "scheduler_config.max_num_seqs"
     values: tuple[str, ...]  # one for each build
-    differs: bool  # between the builds that have the section
+    differs: bool  # between the builds whose engines have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Diff:
 
     names: tuple[str, ...]  # what the builds are called
     differing: tuple[Entry, ...]
-    one_sided: tuple[Entry, ...]  # in sections that only one build has: nothing to hold against it
+    one_sided: tuple[Entry, ...]  # that only one build's engine has: nothing to hold against it
     equal: tuple[Entry, ...]
     per_run: tuple[Entry, ...]  # differ by their nature
 
@@ -58,22 +58,25 @@ class Diff:
 
 
 def diff(builds: Mapping[str, Build]) -> Diff:
-    """Hold builds against each other; a build that recorded nothing of a section does not differ in it."""
+    """Hold builds against each other.
+
+    An engine that never records an entry does not differ in it: HuggingFace has no block size.
+    """
     flat = {name: _flatten(build) for name, build in builds.items()}
     found: dict[str, list[Entry]] = {"differing": [], "one_sided": [], "equal": [], "per_run": []}
     for section in SECTIONS:
-        having = [name for name, sections in flat.items() if sections[section]]
         keys = dict.fromkeys(key for sections in flat.values() for key in sections[section])
         for key in keys:
-            values = tuple(sections[section].get(key, ABSENT) for sections in flat.values())
-            compared = {flat[name][section].get(key, ABSENT) for name in having}
-            entry = Entry(section=section, name=key, values=values, differs=len(compared) > 1)
+            values = {name: sections[section].get(key, ABSENT) for name, sections in flat.items()}
+            having = {builds[name].engine for name, value in values.items() if value != ABSENT}
+            compared = [v for name, v in values.items() if section == "patches" or builds[name].engine in having]
+            differs = len(set(compared)) > 1
+            entry = Entry(section=section, name=key, values=tuple(values.values()), differs=differs)
             if key in PER_RUN:
                 found["per_run"].append(entry)
-            elif len(having) < 2 and len(builds) > 1 and section != "patches":
+            elif len(compared) < 2 < 1 + len(builds):
                 found["one_sided"].append(entry)
             else:
-                differs = entry.differs or (section == "patches" and len(having) < len(builds))
                 found["differing" if differs else "equal"].append(entry)
     return Diff(names=tuple(builds), **{name: tuple(entries) for name, entries in found.items()})
 

@@ -198,14 +198,14 @@ def boundary_distance(comparison: Comparison) -> Figure:
         if title.startswith("from the chunk") and Phase.DECODE in strata.phases(columns):
             chosen &= columns["phase"] == str(Phase.PREFILL)  # a decode step is a chunk of its own: always at its start
         if chosen.any() and distance[chosen].max() > 0:
-            edges = np.unique(np.r_[0, 1, 2.0 ** np.arange(1, 20)])
+            edges = np.r_[0, 2.0 ** np.arange(1, 20)]
             edges = edges[: int(np.searchsorted(edges, distance[chosen].max(), side="right")) + 1]
             panels.append(Panel(title=title, series=_binned(comparison, chosen, distance, edges, lowest=1.0)))
     return Figure(
         id="boundary-distance",
         title="KL against the distance from a boundary",
         reading="Mean KL20 of rows by their distance from the first row of their prefill chunk, and of their KV cache "
-        "block (a distance of 0 is drawn at 1). A fault at a boundary stands out at the left.",
+        "block, in stretches that double (the first: 0 and 1). A fault at a boundary stands out at the left.",
         x=Axis(label="rows from the boundary", scale="log"),
         y=Axis(label=f"mean {_KL}", scale="log"),
         panels=tuple(panels),
@@ -346,14 +346,15 @@ def bin_name(one: FlipBin) -> str:
 
 def several_ratios(named: dict[str, Verdict]) -> Figure:
     """The ratio in every stratum of several candidates, a panel each."""
-    one = ratio_by_stratum(next(iter(named.values())))
+    held = {name: verdict for name, verdict in named.items() if len(_ratios(verdict).x)}
+    one = ratio_by_stratum(next(iter((held or named).values())))
     return Figure(
         id="several-ratios",
         title="How far from normal, and where, candidate by candidate",
         reading=one.reading,
         x=one.x,
         y=one.y,
-        panels=tuple(Panel(title=name, series=(_ratios(verdict),)) for name, verdict in named.items()),
+        panels=tuple(Panel(title=name, series=(_ratios(verdict),)) for name, verdict in held.items()),
         limit=one.limit,
     )
 
@@ -376,7 +377,8 @@ def several_distributions(named: dict[str, Comparison]) -> Figure:
 def several_depths(named: dict[str, tuple[Comparison, Verdict]]) -> Figure:
     """Mean ratio to the floor against depth, a panel for each candidate, a line for each phase and kind."""
     panels = []
-    for name, (comparison, verdict) in named.items():
+    held = {name: one for name, one in named.items() if len(_ratios(one[1]).x)}
+    for name, (comparison, verdict) in held.items():
         columns = comparison.positions
         pairs = [(p, k) for p in strata.phases(columns) for k in strata.kinds(columns)]
         series = []
@@ -385,7 +387,7 @@ def several_depths(named: dict[str, tuple[Comparison, Verdict]]) -> Figure:
             values = _floats(strata.value(verdict, s, "ratio_to_floor") for s in row)
             series.append(_line(f"{phase}, {kind}", SEVERAL[number], row, shown_log(values), False))
         panels.append(Panel(title=name, series=tuple(series)))
-    limit = next((strata.ratio_limit(v) for _, v in named.values()), None)
+    limit = next((strata.ratio_limit(v) for _, v in held.values()), None)
     return Figure(
         id="several-depths",
         title="Ratio to the floor against context depth, candidate by candidate",

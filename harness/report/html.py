@@ -9,11 +9,14 @@ from pathlib import PurePath
 from harness.report import builds_diff, coverage, strata, where
 from harness.report.figures import bin_name, figures
 from harness.report.page import render
-from harness.types import Check, Comparison, Phase, Status, Stratum, Verdict
+from harness.types import Check, Comparison, Estimate, Manifest, Phase, Status, Stratum, Verdict
 from harness.worst import PositionDetail
 
+BROWSED = 500
+"""Worst positions, beside every flip, whose text a report holds."""
+
 CARDS = 10
-"""Worst positions shown in full; the others can be browsed."""
+"""Of those, how many are shown in full; the others can be browsed."""
 
 STATE = {Status.PASS: "pass", Status.FAIL: "fail", Status.INCONCLUSIVE: "inconclusive", None: "none"}
 """How the page's style calls a status."""
@@ -52,7 +55,7 @@ def report_html(comparison: Comparison, verdict: Verdict, details: Sequence[Posi
     It is one file that needs no network. Text of the recordings cannot break it or run in it.
     """
     cells = {stratum: cell(comparison, verdict, stratum) for stratum in strata.strata(verdict)}
-    ranked = worst_first(details)
+    worst = worst_first(details)[:CARDS]
     return render(
         "report.html.j2",
         title=f"{verdict.word}: {name_of(comparison)}",
@@ -76,11 +79,16 @@ def report_html(comparison: Comparison, verdict: Verdict, details: Sequence[Posi
         coverage_rows=coverage.rows_by_cell(comparison),
         open_checks=tuple(c for c in verdict.checks if c.status is not Status.PASS),
         passed_checks=tuple(c for c in verdict.checks if c.status is Status.PASS),
-        worst=ranked[:CARDS],
-        perplexity={e.statistic: e for e in verdict.estimates if e.metric == "perplexity"},
+        worst=worst,
+        perplexity=perplexity(verdict),
         bin_name=bin_name,
         check_name=check_name,
     )
+
+
+def no_judgement(word: str, message: str) -> str:
+    """The page where nothing could be compared, and why."""
+    return render("no_judgement.html.j2", title=word, figures=(), word=word, message=message)
 
 
 def cell(comparison: Comparison, verdict: Verdict, stratum: Stratum) -> Cell:
@@ -163,10 +171,8 @@ def facts(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     reference, manifest = comparison.reference.manifest.build, comparison.reference.manifest
     phases = comparison.positions["phase"]
     counts = ", ".join(f"{int((phases == str(p)).sum()):,} {p}" for p in Phase)
-    error = manifest.own_error or {}
-    own = f"; its own error against f64, on a sample: {error}" if error else ""
     return (
-        ("Reference", f"{reference.engine} {reference.engine_version} in {reference.dtype}{own}"),
+        ("Reference", f"{reference.engine} {reference.engine_version} in {reference.dtype}{_own_error(manifest)}"),
         ("Direction", "KL(reference || candidate), in nats, computed in f64"),
         (
             "Identical ids",
@@ -182,10 +188,26 @@ def facts(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _own_error(manifest: Manifest) -> str:
+    """What a reference says of its own precision, held against f64 on a sample."""
+    error = manifest.own_error or {}
+    if not {"metric", "median", "max", "positions"} <= error.keys():
+        return ""
+    return (
+        f"; its own error on {error['positions']} positions: {error['metric']}, "
+        f"median {error['median']:.1e}, largest {error['max']:.1e}"
+    )
+
+
 def _texts(comparison: Comparison) -> str:
     columns = comparison.positions
     segments, documents = (len(set(columns[name].tolist())) for name in ("segment", "document"))
     return f"{segments} texts cut from {documents} documents"
+
+
+def perplexity(verdict: Verdict) -> dict[str, Estimate]:
+    """What is known of perplexity, by statistic."""
+    return {e.statistic: e for e in verdict.estimates if e.metric == "perplexity"}
 
 
 def check_name(check: Check) -> str:

@@ -57,8 +57,8 @@ def _statistics(kl20: NDArray[np.float64]) -> list[tuple[str, float]]:
     return [("mean", float(kl20.mean())), ("median", median), ("p99", p99), ("largest", largest)]
 
 
-def verdict_facts(path: Path) -> Facts:
-    """What a JSON file of `compare --json` says. Raises StorageError for any other file."""
+def load_verdict(path: Path) -> dict[str, Any]:
+    """The object that `compare --json` printed or `compare --save` wrote. Raises StorageError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -71,6 +71,14 @@ def verdict_facts(path: Path) -> Facts:
             f"{path} has schema version {found.get('schema_version')!r}, expected {JSON_SCHEMA_VERSION}: another "
             "logitgate wrote it"
         )
+    whole: dict[str, Any] = found
+    return whole
+
+
+def verdict_facts(path: Path) -> Facts:
+    """What a JSON file of `compare --json` says. Raises StorageError for any other file."""
+    found = load_verdict(path)
+    verdict = found["verdict"]
     try:
         return {"artefact": "verdict", "path": str(path), **_verdict(found, verdict)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

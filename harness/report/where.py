@@ -22,6 +22,12 @@ SHARE_OF_LARGEST = 0.5
 OUTLIER = 3.0
 """A text stands out if its ratio is this many times the median text's."""
 
+APART = 2.0
+"""Batch sizes differ if one has this many times the least one's KL, over what their cells lead one to expect."""
+
+FEWEST_ROWS = 32
+"""Rows from which a batch size is looked at."""
+
 FEW_ROWS = 0.01
 """The share of rows whose part of the whole KL is given."""
 
@@ -185,18 +191,22 @@ def _trend(verdict: Verdict, statistic: str, question: str, first: str, second: 
 
 
 def _batch(comparison: Comparison, inside: Rows) -> Iterator[Place]:
-    if "batch_size" not in comparison.positions:
-        return
-    found = levels(comparison, "batch_size", inside & (np.asarray(comparison.positions["batch_size"]) > 0))
+    sizes = np.asarray(comparison.positions.get("batch_size", np.full(len(inside), -1)))
+    found = [
+        Level(name=str(size), ratio=_beyond_cells(comparison, inside & (sizes == size)), rows=int(rows))
+        for size, rows in zip(*np.unique(sizes[inside & (sizes > 0)], return_counts=True), strict=True)
+        if rows >= FEWEST_ROWS
+    ]
     if len(found) < 2:
         return
-    hot = _hot(found)
-    some = 0 < len(hot) < len(found)
+    least = min(level.ratio for level in found)
+    apart = [level.name for level in found if level.ratio > APART * least]
     yield Place(
         question="Requests in the step",
-        answer=f"mostly steps of {', '.join(hot)}" if some else "all batch sizes alike",
-        evidence=_numbers(comparison, found[:8]),
-        stands_out=some,
+        answer=f"mostly steps of {', '.join(apart)}" if apart else "all batch sizes alike",
+        evidence="over their phase, kind and depth as a whole: "
+        + ", ".join(f"{level.name} {times(level.ratio)}" for level in found[:8]),
+        stands_out=bool(apart),
     )
 
 
@@ -249,6 +259,21 @@ def _ratio(comparison: Comparison, rows: Rows) -> float:
         return total / int(rows.sum()) if rows.any() else math.nan
     below = float(np.sum(comparison.floor["kl20"][rows]))
     return total / below if below > 0 else math.nan
+
+
+def _beyond_cells(comparison: Comparison, rows: Rows) -> float:
+    """KL20 of some rows over what their cells lead one to expect: 1 where nothing but the cell matters.
+
+    Batches end with the longest texts, so that their sizes go with depth and kind.
+    """
+    columns, kept = comparison.positions, strata.finite(comparison)
+    normal = np.ones(len(kept)) if comparison.floor is None else np.asarray(comparison.floor["kl20"], np.float64)
+    names = [np.unique(np.asarray(columns[name]), return_inverse=True)[1] for name in ("phase", "kind", "depth")]
+    cell = np.ravel_multi_index(names, [int(n.max()) + 1 for n in names])
+    found, below = (np.bincount(cell[kept], weights=v[kept]) for v in (columns["kl20"], normal))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        expected = float(np.sum((found / below)[cell[rows]] * normal[rows]))
+    return float(np.sum(columns["kl20"][rows])) / expected if expected > 0 else math.nan
 
 
 def _share(kl20: NDArray[np.float64], few: int) -> float:
