@@ -27,7 +27,7 @@ from harness.metrics import position_metrics
 from harness.stats import Ratios, Units, ratios
 from harness.storage import load_positions
 from harness.summary import exact_interval, flip_bins
-from harness.types import OVERALL, Build
+from harness.types import OVERALL, Build, Gates
 
 Floats = NDArray[np.float64]
 Draw = Callable[["Shape", int, np.random.Generator], tuple[Floats, Floats]]
@@ -343,7 +343,20 @@ def study(shape: Shape, draw: Draw, runs: int) -> dict[str, Any]:
             )
             found = found.without_cells() if shape.smoke else found
             result["verdicts"].setdefault(name, {})[rule] = verdicts(found, limit, gates.fail_level, gates.pass_level)
+    if not shape.smoke:
+        result["cell_by_cell"] = cell_by_cell(units, candidate, floor, limit, gates)
     return result
+
+
+def cell_by_cell(units: Units, candidate: Floats, floor: Floats, limit: float, gates: Gates) -> dict[str, float]:
+    """Share of FAILs where one cell alone is twice as bad, for each cell: no text is as noisy as the next."""
+    shares = {}
+    for s in ratios(units, candidate, floor).strata:
+        if s.kind is not None:
+            inside = (units.phase == str(s.phase)) & (units.kind == s.kind) & (units.depth == s.depth)
+            found = ratios(units, candidate * np.where(inside, 2.0, 1.0), floor)
+            shares[str(s)] = verdicts(found, limit, gates.fail_level, gates.pass_level)["FAIL"]
+    return shares
 
 
 BARS: dict[str, tuple[str, Callable[[float], bool], str]] = {
@@ -417,6 +430,9 @@ def _held_to_bars(by_noise: dict[str, Any]) -> list[str]:
         word, test, bar = BARS.get(name, ("FAIL", lambda _: True, "-"))
         cells = [_cell(one["verdicts"][name]["rule"], word, one["runs"], test) for one in by_noise.values()]
         lines.append(f"| {name} | {bar} | " + " | ".join(cells) + " |")
+    lines += ["", "One cell x2.0, whichever it is: FAIL in percent over all cells, from the least to the most", ""]
+    lines += ["|" + "".join(f" {noise} |" for noise in by_noise), "|" + "---|" * len(by_noise)]
+    lines.append("| " + " | ".join(_range(list(one["cell_by_cell"].values())) for one in by_noise.values()) + " |")
     return lines
 
 
