@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from harness.cli_artefacts import corpus_app, doctor, patches_app, show
-from harness.cli_calibrate import calibrate_app, sweep_app
-from harness.cli_judge import compare, plan, say_no_judgement, show_verdict
-from harness.cli_outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT
-from harness.cli_report import report
-from harness.cli_served import finish, record_server
+from harness.commands.artefacts import corpus_app, doctor, patches_app, show
+from harness.commands.calibrate import calibrate_app, sweep_app
+from harness.commands.judge import compare, plan, say_no_judgement, show_verdict
+from harness.commands.outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT
+from harness.commands.report import report
+from harness.commands.served import finish, record_server
 from harness.errors import LogitgateError, UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def demo(
 
     Records a reference, a floor, the stock engine and the same engine with a fault, on the embedded model.
     """
-    from harness.demo import next_steps, run_demo
+    from harness.commands.demo import next_steps, run_demo
 
     outcome = run_demo(folder, say=_say, show=show_verdict)
     _say(f"\n{next_steps(folder)}\n")

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.calibrate import Result, result_of
-from harness.jobs import STOCK, Job, Setting
+from harness.calibration.calibrate import Result, result_of
+from harness.calibration.jobs import STOCK, Job, Setting
 from harness.judge import judge, load_gates
 from harness.patching import LoadedPatch, Patch
 from harness.types import OVERALL, Check, Phase, Status, Stratum

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.calibrate import (
+from harness.calibration.calibrate import (
     first_red,
     headroom,
     load_results,
@@ -20,8 +20,8 @@ from harness.calibrate import (
     undecided,
     unfinished,
 )
+from harness.calibration.jobs import Job, Setting
 from harness.errors import StorageError
-from harness.jobs import Job, Setting
 from harness.types import OVERALL, Check, Status
 from tests.calibrating import check, judged, patch, result, stock_job
 

@@ -10,18 +10,18 @@ from typing import Any, Self
 
 import pytest
 
-from harness.calibrate import load_results
-from harness.calibration_run import Bench, find_corpus, run, run_benign, run_faults
-from harness.cli_calibrate import gates as generate_gates
-from harness.cli_calibrate import report as write_report
+from harness.calibration.calibrate import load_results
+from harness.calibration.jobs import Setting
+from harness.commands.calibrate import gates as generate_gates
+from harness.commands.calibrate import report as write_report
+from harness.commands.calibration_run import Bench, find_corpus, run, run_benign, run_faults
+from harness.commands.sweep_run import Sweep, attention_p_jobs, backend_jobs
 from harness.corpus import save_corpus
 from harness.errors import EngineError, PatchError, UsageError
 from harness.gates import load_gates
-from harness.jobs import Setting
 from harness.patching import LoadedPatch
 from harness.patterns import Pattern
 from harness.storage import load_positions
-from harness.sweep_run import Sweep, attention_p_jobs, backend_jobs
 from harness.types import Corpus, Json, Manifest, Status
 from tests import synthetic
 from tests.calibrating import patch
@@ -174,7 +174,7 @@ def test_on_another_machine_the_stock_build_is_recorded_again(
 ) -> None:
     run_benign(bench(tmp_path), BENIGN[:2], load_gates(None))
     engine.recorded = []
-    monkeypatch.setattr("harness.calibration_run.machine", lambda: "another")
+    monkeypatch.setattr("harness.commands.calibration_run.machine", lambda: "another")
     run_benign(bench(tmp_path), BENIGN[:3], load_gates(None))
     assert engine.recorded == ["stock", "v2"]
 

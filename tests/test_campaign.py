@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.calibration.jobs import Job, Setting, by_load, job_of, with_stock
 from harness.corpus import seal
 from harness.engine.campaign import Campaign
 from harness.engine.session import EngineSession
-from harness.jobs import Job, Setting, by_load, job_of, with_stock
 from harness.patching import load_patch
 from harness.patterns import Pattern, engine_needs
 from harness.storage import Recording

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.spatial.distance import cosine as cosine_distance
 
-from harness.detection import METHODS, alarms, row_cosine, statistics, task_scores, thresholds
+from harness.calibration.detection import METHODS, alarms, row_cosine, statistics, task_scores, thresholds
 from harness.patching import list_patches
 from tests import judging
 from tests.calibrating import result

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from harness import doctor
 from harness.cli import main
-from harness.doctor import Line, Machine, as_text, diagnose, would_record
+from harness.commands import doctor
+from harness.commands.doctor import Line, Machine, as_text, diagnose, would_record
 from harness.engine.layout import TESTED_VERSIONS
 from harness.engine.probe import runner
 from tests.reporting import texts

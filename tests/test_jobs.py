@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.calibration.jobs import STOCK, Setting, by_load, job_of, same_as_stock, with_stock
 from harness.corpus import seal
 from harness.errors import UsageError
-from harness.jobs import STOCK, Setting, by_load, job_of, same_as_stock, with_stock
 from harness.patching import list_patches
 from harness.patterns import PREEMPTION_BLOCK, Pattern, engine_needs, pattern_of
 from harness.types import Corpus, Segment

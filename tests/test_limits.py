@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
 
-from harness.calibrate import Result
-from harness.errors import UsageError
-from harness.gates import gate_for, load_gates
-from harness.limits import (
+from harness.calibration.calibrate import Result
+from harness.calibration.limits import (
     at_most,
     gates_digest,
     generate,
@@ -27,6 +25,8 @@ from harness.limits import (
     to_toml,
     with_section,
 )
+from harness.errors import UsageError
+from harness.gates import gate_for, load_gates
 from harness.types import OVERALL, Build, Status
 from tests.calibrating import GATES, result
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.limits import at_most
+from harness.calibration.limits import at_most
 from harness.report.calibration import caught_by, faults_of, to_markdown, write_report
 from harness.types import Status
 from tests.calibrating import GATES, patch, result

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.report.sweep import to_markdown, write_sweep
-from harness.sweep import (
+from harness.calibration.sweep import (
     SCATTERED,
     Parting,
     Profile,
@@ -24,6 +23,7 @@ from harness.sweep import (
     profile,
     save_variant,
 )
+from harness.report.sweep import to_markdown, write_sweep
 from harness.types import Phase
 from tests import judging
 

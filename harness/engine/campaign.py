@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.calibration.jobs import Job, by_load
 from harness.engine.session import EngineSession
 from harness.errors import EngineError, LogitgateError, PatchError, StorageError
-from harness.jobs import Job, by_load
 from harness.patching import LoadedPatch
 from harness.storage import Recording
 from harness.types import Corpus, Manifest, Phase

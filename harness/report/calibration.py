@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.calibrate import Result, first_red
-from harness.detection import METHODS, alarms, task_scores, thresholds
+from harness.calibration.calibrate import Result, first_red
+from harness.calibration.detection import METHODS, alarms, task_scores, thresholds
+from harness.calibration.limits import at_most, benign, gates_digest, leave_one_out, status_at
 from harness.errors import StorageError
-from harness.limits import at_most, benign, gates_digest, leave_one_out, status_at
 from harness.patching import Patch
 from harness.report.plots import plot_detection, plot_ratios
 from harness.types import OVERALL, Gates, Status

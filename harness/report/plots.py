@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.calibrate import Result
+from harness.calibration.calibrate import Result
 from harness.errors import StorageError, UsageError
 from harness.types import OVERALL
 

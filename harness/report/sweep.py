@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.calibration.sweep import Profile, Variant, by_depth, flips_without, partings
 from harness.errors import StorageError
 from harness.report.plots import COLOURS, new_figure, save_figure
-from harness.sweep import Profile, Variant, by_depth, flips_without, partings
 from harness.types import Phase
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness import calibrate as cal
-from harness.calibrate import Result
+from harness.calibration import calibrate as cal
+from harness.calibration.calibrate import Result
+from harness.calibration.jobs import STOCK, Job, Setting, job_of, same_as_stock, stock_name, with_stock
+from harness.commands.result_keeper import TWIN, Keeper, machine
 from harness.errors import MismatchError, UsageError
-from harness.jobs import STOCK, Job, Setting, job_of, same_as_stock, stock_name, with_stock
 from harness.patching import LoadedPatch
-from harness.result_keeper import TWIN, Keeper, machine
 from harness.types import Corpus, Gates, LogitsDtype
 
 Say = Callable[[str], None]
@@ -246,7 +246,7 @@ def run_faults(bench: Bench, patches: Sequence[LoadedPatch], gates: Gates) -> tu
 
 
 def _require_limits(bench: Bench, gates: Gates) -> None:
-    from harness.limits import require_final
+    from harness.calibration.limits import require_final
     from harness.storage import Recording
 
     build = Recording(bench.reference, verify=False).manifest.build

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness._data import data_folder
-from harness.calibrate import Result
+from harness.calibration.calibrate import Result
 from harness.types import Columns, Phase
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli_outputs import EXIT_NO_JUDGEMENT, Outputs, save_text
+from harness.commands.outputs import EXIT_NO_JUDGEMENT, Outputs, save_text
 from harness.errors import LogitgateError, StorageError, UsageError
 
 if TYPE_CHECKING:

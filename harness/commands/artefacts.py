@@ -114,7 +114,7 @@ def doctor(as_json: AsJson = False) -> int:
     """
     from dataclasses import asdict
 
-    from harness.doctor import as_text, diagnose, examine, would_record
+    from harness.commands.doctor import as_text, diagnose, examine, would_record
 
     lines = diagnose(examine())
     works = would_record(lines)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.calibrate import read_plain, write_plain
+from harness.calibration.calibrate import read_plain, write_plain
 from harness.manifest_json import from_plain
 from harness.summary import MARGIN_EDGES
 from harness.types import Columns, Json, Phase

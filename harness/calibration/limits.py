@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.calibrate import Result, is_base_stock
+from harness.calibration.calibrate import Result, is_base_stock
 from harness.errors import UsageError
 from harness.gates import gate_for
 from harness.summary import exact_interval

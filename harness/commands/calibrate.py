@@ -12,9 +12,9 @@ import typer
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
-    from harness.calibration_run import Bench
+    from harness.commands.calibration_run import Bench
+    from harness.commands.sweep_run import Sweep
     from harness.patching import LoadedPatch
-    from harness.sweep_run import Sweep
 
 EXIT_FAILURES = 4
 
@@ -62,7 +62,7 @@ def benign(
 
     Every other option is an engine argument as vLLM names it.
     """
-    from harness.calibration_run import run_benign
+    from harness.commands.calibration_run import run_benign
     from harness.judge import load_gates
 
     bench = _bench(context.args, model, corpus, work, results, common, concurrency, prompt_rows)
@@ -79,12 +79,12 @@ def gates(
 
     Refused where fault results are there already. What is missing is said, and keeps the limits provisional.
     """
-    from harness.calibrate import load_results
-    from harness.calibration_run import RECURRENT
+    from harness.calibration.calibrate import load_results
+    from harness.calibration.limits import generate, to_toml, with_section
+    from harness.commands.calibration_run import RECURRENT
+    from harness.commands.result_keeper import now
     from harness.judge import load_gates
-    from harness.limits import generate, to_toml, with_section
     from harness.patching import list_patches
-    from harness.result_keeper import now
 
     found = load_results(results)
     recurrent = {p.patch.name for p in list_patches() if p.patch.site.startswith(RECURRENT)}
@@ -120,7 +120,7 @@ def faults(
 
     Needs final limits for this model. Those that bf16 noise hides also run in float32. Goes on where it stopped.
     """
-    from harness.calibration_run import run_faults
+    from harness.commands.calibration_run import run_faults
     from harness.judge import load_gates
 
     bench = _bench(context.args, model, corpus, work, results, common, concurrency, prompt_rows)
@@ -131,9 +131,9 @@ def faults(
 @calibrate_app.command("report")
 def report(results: ResultFolder = RESULTS, gates: GatesFile = None) -> None:
     """Tables and plots of what was shown, with exact bounds, into the folder of results."""
-    from harness.calibrate import load_results
+    from harness.calibration.calibrate import load_results
+    from harness.calibration.limits import require_in_order
     from harness.judge import load_gates
-    from harness.limits import require_in_order
     from harness.patching import list_patches
     from harness.report.calibration import write_report
 
@@ -161,7 +161,7 @@ def attention_p(
     prompt_rows: PromptRows = "engine",
 ) -> int:
     """Attention weights P rounded before they multiply V, in naive attention: one engine load for all variants."""
-    from harness.sweep_run import Sweep, attention_p_jobs
+    from harness.commands.sweep_run import Sweep, attention_p_jobs
 
     bench = _bench(context.args, model, corpus, work, out, common, concurrency, prompt_rows)
     return _sweep(Sweep(bench, attention_p_jobs(bench, variants.split(",")), out), "attention weights P")
@@ -182,7 +182,7 @@ def backends(
     prompt_rows: PromptRows = "engine",
 ) -> int:
     """Attention kernels: vec and naive on a CPU; FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATTENTION on CUDA."""
-    from harness.sweep_run import CPU_BACKENDS, CUDA_BACKENDS, Sweep, backend_jobs
+    from harness.commands.sweep_run import CPU_BACKENDS, CUDA_BACKENDS, Sweep, backend_jobs
 
     cuda = Path("/dev/nvidia0").exists()
     names = variants.split(",") if variants else CUDA_BACKENDS if cuda else CPU_BACKENDS
@@ -204,10 +204,10 @@ def _bench(
     prompt_rows: str,
 ) -> Bench:
     from harness._environment import has_bf16_units
-    from harness.calibration_run import Bench, find_corpus
+    from harness.calibration.jobs import Setting
+    from harness.commands.calibration_run import Bench, find_corpus
     from harness.embedded import resolve_model
     from harness.engine.arguments import parse_engine_args
-    from harness.jobs import Setting
     from harness.patching import load_patch
     from harness.patterns import Pattern
 
@@ -236,7 +236,7 @@ def _bench(
 
 
 def _chosen(kind: str, only: Sequence[str] | None, model: str) -> list[LoadedPatch]:
-    from harness.calibration_run import applicable
+    from harness.commands.calibration_run import applicable
     from harness.patching import list_patches, load_patch
 
     if not only:
@@ -254,7 +254,7 @@ def _done(made: int, failed: int, results: Path) -> int:
 
 
 def _sweep(sweep: Sweep, title: str) -> int:
-    from harness.calibration_run import require_references
+    from harness.commands.calibration_run import require_references
     from harness.report.sweep import write_sweep
 
     require_references(sweep.bench, [])

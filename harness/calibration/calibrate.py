@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness._files import atomic_file
+from harness.calibration.jobs import STOCK, Job, Setting
 from harness.errors import StorageError
-from harness.jobs import STOCK, Job, Setting
 from harness.manifest_json import from_plain, to_plain
 from harness.types import Check, Comparison, Estimate, FlipBin, Json, Manifest, Status, Verdict
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness import calibrate as cal
-from harness.calibrate import Result
+from harness.calibration import calibrate as cal
+from harness.calibration.calibrate import Result
+from harness.calibration.jobs import Job
 from harness.errors import LogitgateError, StorageError
-from harness.jobs import Job
 from harness.types import Comparison, Gates, Manifest, Phase, Verdict
 
 if TYPE_CHECKING:
-    from harness.calibration_run import Bench
+    from harness.commands.calibration_run import Bench
 
 COSINE_ROWS = 16  # of each segment and phase, spread evenly
 TWIN = "float32"
@@ -137,7 +137,7 @@ def machine() -> str:
 
 
 def _others(bench: Bench, job: Job, comparison: Comparison, folder: Path) -> dict[str, float]:
-    from harness.detection import row_cosine, statistics
+    from harness.calibration.detection import row_cosine, statistics
     from harness.storage import load_positions
 
     stock = bench.positions(job.stock or job.name, bench.dtype)
@@ -173,7 +173,7 @@ def _save_columns(comparison: Comparison, path: Path) -> None:
 
 
 def _digest(gates: Gates) -> str:
-    from harness.limits import gates_digest
+    from harness.calibration.limits import gates_digest
 
     return gates_digest(gates)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli_artefacts import AsJson
-from harness.cli_outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT, WORST_SHOWN, Outputs
+from harness.commands.artefacts import AsJson
+from harness.commands.outputs import EXIT_NO_JUDGEMENT, NO_JUDGEMENT, WORST_SHOWN, Outputs
 from harness.errors import UsageError
 
 if TYPE_CHECKING:

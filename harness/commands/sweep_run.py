@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.calibration_run import Bench
+from harness.calibration.jobs import Job, Setting, job_of
+from harness.calibration.sweep import GREEDY_TOKENS, Variant, load_variants, profile, save_variant
+from harness.commands.calibration_run import Bench
+from harness.commands.result_keeper import now
 from harness.errors import UsageError
-from harness.jobs import Job, Setting, job_of
 from harness.manifest_json import to_plain
 from harness.patching import load_patch
-from harness.result_keeper import now
-from harness.sweep import GREEDY_TOKENS, Variant, load_variants, profile, save_variant
 from harness.types import Manifest
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The commands of `cli`, one module for each group; with `cli`, the only ones that print."""
