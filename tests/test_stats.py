@@ -714,7 +714,7 @@ def test_the_power_of_a_plan_is_what_the_judge_would_find() -> None:
     by_document = 0.06 * rng.normal(size=(runs, 16))[:, np.unique(of.document, return_inverse=True)[1]]
     by_row = 1.6 / math.sqrt(512) * rng.normal(size=(runs, len(of.rows)))
     drawn = ratios(of, np.exp(by_document + by_row - (0.06**2 + 1.6**2 / 512) / 2), np.ones((runs, len(of.rows))))
-    lower = drawn.low(0.01 / len(drawn.strata))
+    lower = drawn.low(load_gates(None).fail_level / len(drawn.strata))
     for stratum, limit, ratio in found.detectable:
         failed = math.log(ratio) + lower[:, at(drawn, stratum)] > math.log(limit)
         assert failed.mean() == pytest.approx(CERTAIN, abs=0.02)
