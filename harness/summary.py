@@ -220,9 +220,13 @@ def _parts(positions: Columns) -> Iterator[tuple[str, Stratum, NDArray[np.bool_]
     steps = step.max(initial=-1) + 1
     if steps >= 3:
         yield "trend_step", Stratum(phase=Phase.DECODE), step >= 2 * steps // 3, (step >= 0) & (step < steps // 3)
-    for name, column in (("trend_chunk", "chunk_distance"), ("trend_block", "block_distance")):
+    prefill = np.asarray(positions["phase"]) == str(Phase.PREFILL)  # each decode step is a chunk of its own
+    for name, column, stratum, rows in (
+        ("trend_chunk", "chunk_distance", Stratum(phase=Phase.PREFILL), prefill),
+        ("trend_block", "block_distance", OVERALL, np.ones(len(prefill), np.bool_)),
+    ):
         distance = np.asarray(positions[column])
-        yield name, OVERALL, (distance >= 0) & (distance < NEAR_BOUNDARY), distance >= NEAR_BOUNDARY
+        yield name, stratum, rows & (distance >= 0) & (distance < NEAR_BOUNDARY), rows & (distance >= NEAR_BOUNDARY)
 
 
 def _exponential(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from harness.types import Check, Status, Tier
+from harness.types import OVERALL, Check, Status, Tier
 
 MOST = 3
 """Facts a verdict gives as its reasons."""
@@ -13,9 +13,9 @@ MOST = 3
 _COUNTS = ("count", "count_above_margin")
 
 _WORDS = {
-    "ratio_to_floor": "mean KL20 is {shown} x the floor's in {stratum}",
-    "ratio_to_baseline": "mean KL20 is {shown} x the baseline's in {stratum}",
-    "twin_mean": "mean KL20 of the float32 twin is {value:.3g} nat in {stratum}",
+    "ratio_to_floor": "mean KL20 is {shown} x the floor's {where}",
+    "ratio_to_baseline": "mean KL20 is {shown} x the baseline's {where}",
+    "twin_mean": "mean KL20 of the float32 twin is {value:.3g} nat {where}",
     "count_above_margin": "{value:.0f} of {positions} rows flip at a margin above {margin:g}",
     "count": "{value:.0f} of {positions} rows have NaN or infinite logits",
 }
@@ -76,8 +76,9 @@ def _severity(check: Check) -> float:
 
 
 def _fact(check: Check, margin: float) -> str:
+    where = str(check.stratum) if check.stratum == OVERALL else f"in {check.stratum}"
     said = _WORDS[check.statistic].format(
-        value=check.value, shown=_plain(check.value), stratum=check.stratum, positions=check.positions, margin=margin
+        value=check.value, shown=_plain(check.value), where=where, positions=check.positions, margin=margin
     )
     if check.tier == "logic" and check.statistic in _COUNTS:
         said = f"twin (float32): {said}"

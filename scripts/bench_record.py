@@ -1,17 +1,21 @@
 """What recording costs: ratios from one run on one engine, over the embedded model.
 
-    python scripts/bench_record.py [--repeats 3] [--dtype bfloat16]
+    python scripts/bench_record.py [--repeats 3] [--dtype bfloat16] [--idle]
 
 Prints, from one run: time of a recording over the same requests with nothing captured and nothing forced
 (`prompt_logprobs=0` in both), as the median of pairs; what the engine's processes grow by while recording a corpus and
 one four times as long; prompt rows a second of the capture over those of `prompt_logprobs=-1` through vLLM's API. The
 last is bound by the engine's own prefill, which is timed too: what a row costs beyond it is the capture's share.
+
+With `--idle` only: tokens a second of ordinary requests with the plugin installed and not asked, over those without it.
+Two engines stand side by side and take turns, the first to go changing every pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
 import tempfile
 import threading
@@ -19,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,8 +41,13 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--idle", action="store_true", help="what the plugin costs that is not asked")
     asked = options.parse_args()
     model = str(embedded_model())
+    if asked.idle:
+        ratios = idle_ratios(model, asked.dtype, asked.repeats)
+        print(f"tokens a second, plugin not asked / not there: {statistics.median(ratios):.3f}  (all: {_list(ratios)})")
+        return
     small, large = bench_corpus(model, repeats=1), bench_corpus(model, repeats=4)
     arguments = {"dtype": asked.dtype, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 29, "max_logprobs": -1}
     with EngineSession(model, arguments) as session, tempfile.TemporaryDirectory() as folder:
@@ -68,6 +78,40 @@ def timed_ratio(session: EngineSession, corpus: Corpus, folder: Path) -> float:
     manifest = session.record(corpus, folder)
     assert manifest.seconds is not None
     return manifest.seconds / plain
+
+
+def idle_ratios(model: str, dtype: str, repeats: int) -> list[float]:
+    """Seconds without the plugin over seconds with it not asked, of the same requests, pair by pair."""
+    engines = {plugins: start_plain(model, dtype, plugins) for plugins in ("", "logitgate")}
+    for engine in engines.values():
+        timed_tokens(engine)  # pays for what is imported once
+    ratios = []
+    for number in range(repeats):
+        order = sorted(engines, reverse=bool(number % 2))
+        seconds = {plugins: timed_tokens(engines[plugins]) for plugins in order}
+        ratios.append(seconds[""] / seconds["logitgate"])
+    for engine in engines.values():
+        engine.llm_engine.engine_core.shutdown()
+    return ratios
+
+
+def start_plain(model: str, dtype: str, plugins: str) -> Any:
+    """An engine in vLLM's own process layout whose processes load the named plugins; nothing is asked of them."""
+    from vllm import LLM
+
+    os.environ["VLLM_PLUGINS"] = plugins  # its processes inherit it
+    return LLM(model, dtype=dtype, enforce_eager=True, kv_cache_memory_bytes=1 << 28, max_model_len=1024)
+
+
+def timed_tokens(engine: Any) -> float:
+    """Wall seconds of 4 requests at once, 128 tokens in and 64 out."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": list(range(100 * i + 100, 100 * i + 228))} for i in range(4)]
+    begun = time.monotonic()
+    engine.generate(prompts, params, use_tqdm=False)
+    return time.monotonic() - begun
 
 
 def memory_growth(session: EngineSession, corpus: Corpus, folder: Path) -> float:

@@ -1,18 +1,21 @@
-"""Every way the engine runs, recorded over a tiny random Llama: rows, instrument check, differences, outputs, speed.
+"""Every way the engine runs, recorded over a tiny random Llama: rows, instrument check, differences, outputs.
 
-    python scripts/engine_matrix.py [--strength 3] [--first N] [--work FOLDER] [--out results/engine_matrix]
+    python scripts/engine_matrix.py [--strength 3] [--minutes M] [--work FOLDER] [--out results/engine_matrix]
 
-Factors: runner x {eager, compile} x {one shot, chunked} x {prefix cache on, off} x {concurrency 1, 8} x
-{bf16, f16, f32} x {offline, server}. The cases are a covering array: with strength 3 every combination of three
-factors' values occurs. MRV2 runs through Triton's interpreter, in one process: eager and offline only. Each engine is
-loaded once for the concurrencies it is needed with, and twice more for its outputs and its speed, without the plugin
-and with it installed and not asked. Case by case, written to OUT.json and OUT.md:
+An engine is one value of each of: runner (MRV1, MRV2) x mode (eager, compile) x prompts (one shot, in chunks of 64) x
+prefix cache (off, on) x dtype (bf16, f16, f32) x way (offline, server); each records at concurrency 1 and at 8. The
+engines are a covering array: with strength 3 every possible combination of three factors' values occurs. MRV2 runs
+without a GPU, through Triton's interpreter in one process, so eager and offline only.
 
-    rows        every expected row exactly once, and the instrument check passed
-    same        the content's id equals that of the same dtype's plainest case (eager, one shot, no cache, offline)
-    KL          mean KL(plainest || case) in nats where it does not, and flips
-    outputs     greedy tokens with the plugin asked, installed and not asked, and not loaded are the same
-    speed       tokens a second with the plugin installed and not asked over those without it
+OUT.json and OUT.md are written after every engine; started again, what they hold with its recording is not made again.
+
+    rows        every expected row is there exactly once
+    instrument  rows whose log-prob the engine's own equals, of those it reported (all of them), and the largest error
+    differ      rows not bit-equal to those of the same dtype's plainest case: MRV1, eager, one shot, no cache,
+                offline, concurrency 1; then their mean KL(plainest || case) in nats, and flips. The instrument check
+                holds every row to the engine that made it, so what differs here differs in the engine.
+    cached      decode rows after a prefix-cache hit
+    outputs     free greedy tokens equal those of an offline engine without the plugin
 """
 
 from __future__ import annotations
@@ -23,124 +26,130 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from harness.corpus import seal
 from harness.metrics import position_metrics
 from harness.storage import Recording
-from harness.types import Corpus, Manifest, Phase, Segment
+from harness.types import Corpus, Phase, Segment
 
-FACTORS: Mapping[str, tuple[Any, ...]] = {
+FACTORS: Mapping[str, tuple[str, ...]] = {
     "runner": ("MRV1", "MRV2"),
     "mode": ("eager", "compile"),
     "chunks": ("one shot", "chunked"),
     "prefix": ("off", "on"),
-    "concurrency": (1, 8),
     "dtype": ("bfloat16", "float16", "float32"),
     "via": ("offline", "server"),
 }
-PLAIN = {"runner": "MRV1", "mode": "eager", "chunks": "one shot", "prefix": "off", "concurrency": 1, "via": "offline"}
-TOKENS = 64  # decoded for each greedy prompt
+PLAIN = {"runner": "MRV1", "mode": "eager", "chunks": "one shot", "prefix": "off", "via": "offline"}
+CONCURRENCIES = (1, 8)
+TOKENS = 16  # decoded for each greedy prompt
 VOCABULARY = 320
-Case = dict[str, Any]
+BLOCK = 32  # tokens of a cache block: hits within a prompt of 100
+Engine = dict[str, str]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strength", type=int, default=3, help="every combination of so many factors")
-    parser.add_argument("--first", type=int, help="only so many engine configurations")
-    parser.add_argument("--work", type=Path, help="keep models and recordings here")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no engine after so many")
+    parser.add_argument("--work", type=Path, default=Path("build/engine_matrix"), help="models and recordings")
     parser.add_argument("--out", type=Path, default=Path("results/engine_matrix"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         print("RESULT", json.dumps(child(**json.loads(asked.child))))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        work = asked.work or Path(temporary)
-        save_model(work / "model")
-        groups = list(grouped([*plainest(), *covering(asked.strength)]).items())[: asked.first]
-        rows = [row for number, (key, cases) in enumerate(groups) for row in run(work, number, json.loads(key), cases)]
-        add_differences(rows)
-    write(asked.out, rows, asked.strength)
+    until = time.monotonic() + 60 * asked.minutes
+    engines = list(covering(asked.strength))
+    if not (asked.work / "model").exists():
+        save_model(asked.work / "model")
+    known = kept_results(asked.out.with_suffix(".json"))
+    for engine in engines:
+        if not done(known.get(name(engine)), asked.work) and time.monotonic() < until:
+            known[name(engine)] = run(asked.work, engine)
+        write(asked.out, engines, known, asked.strength)
 
 
-# --------------------------------------------------------------------------- which cases
+# --------------------------------------------------------------------------- which engines
 
 
-def possible(case: Case) -> bool:
+def possible(engine: Engine) -> bool:
     """The interpreted MRV2 compiles nothing and lives in one process."""
-    return case["runner"] == "MRV1" or (case["mode"], case["via"]) == ("eager", "offline")
+    return engine["runner"] == "MRV1" or (engine["mode"], engine["via"]) == ("eager", "offline")
 
 
-def plainest() -> list[Case]:
-    return [PLAIN | {"dtype": dtype} for dtype in FACTORS["dtype"]]
+def covering(strength: int) -> Iterable[Engine]:
+    """Engines with every possible combination of `strength` factors' values, the plainest first.
 
-
-def covering(strength: int) -> list[Case]:
-    """Cases with every possible combination of `strength` factors' values: the one that adds most, again and again."""
+    Greedy: the one that adds most, again and again. Concurrency is no factor here, since every engine has both.
+    """
     every = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-    every = [case for case in every if possible(case)]
-    missing = {pick for case in every for pick in picks(case, strength)}
-    chosen = []
-    for case in plainest():
-        missing -= set(picks(case, strength))
+    every = [engine for engine in every if possible(engine)]
+    missing = {pick for engine in every for pick in picks(engine, strength)}
+    for engine in (PLAIN | {"dtype": dtype} for dtype in FACTORS["dtype"]):
+        missing -= set(picks(engine, strength))
+        yield {factor: engine[factor] for factor in FACTORS}
     while missing:
-        best = max(every, key=lambda case: sum(pick in missing for pick in picks(case, strength)))
-        chosen.append(best)
+        best = max(every, key=lambda engine: sum(pick in missing for pick in picks(engine, strength)))
         missing -= set(picks(best, strength))
-    return chosen
+        yield best
 
 
-def picks(case: Case, strength: int) -> Iterable[tuple[tuple[str, Any], ...]]:
-    return itertools.combinations(sorted(case.items()), strength)
+def picks(engine: Engine, strength: int) -> Iterable[tuple[tuple[str, str], ...]]:
+    return itertools.combinations(sorted(engine.items()), strength)
 
 
-def grouped(cases: list[Case]) -> dict[str, list[Case]]:
-    """Cases by what one engine load serves: all but the concurrency."""
-    groups: dict[str, list[Case]] = {}
-    for case in cases:
-        key = json.dumps({k: v for k, v in case.items() if k != "concurrency"}, sort_keys=True)
-        if case not in groups.setdefault(key, []):
-            groups[key].append(case)
-    return groups
+def name(engine: Engine) -> str:
+    return "-".join(engine[factor].replace(" ", "") for factor in FACTORS)
 
 
 # --------------------------------------------------------------------------- running them
 
 
-def run(work: Path, number: int, config: Case, cases: list[Case]) -> list[dict[str, Any]]:
-    """Record every case of one engine configuration; a failure is its cases' result."""
-    print(f"{number + 1}: {config}", flush=True)
-    folder = work / f"engine-{number}"
-    numbers = [case["concurrency"] for case in cases]
-    told = {
-        how: in_child(how=how, config=config, work=str(work), folder=str(folder), concurrencies=numbers)
-        for how in ("record", "absent", "idle")
-    }
-    outputs = {how: answer.get("tokens") for how, answer in told.items()}
-    same = outputs["absent"] is not None and outputs["record"] == outputs["absent"] == outputs["idle"]
-    speed = told["idle"]["speed"] / told["absent"]["speed"] if same else None
-    recorded = told["record"].get("recordings", {})
-    return [
-        {**case, "folder": str(folder / f"c{case['concurrency']}"), "outputs": same, "speed": speed}
-        | recorded.get(str(case["concurrency"]), {"error": told["record"].get("error", "")})
-        for case in cases
-    ]
+def run(work: Path, engine: Engine) -> dict[str, Any]:
+    """Record with one engine at every concurrency; a failure is its result."""
+    begun = time.monotonic()
+    print(f"{time.strftime('%H:%M:%S')} {name(engine)}", flush=True)
+    folder = work / name(engine) / str(int(time.time()))
+    told = in_child(how="record", engine=engine, work=str(work), folder=str(folder))
+    plain = without_plugin(work, engine)
+    result: dict[str, Any] = {"seconds": round(time.monotonic() - begun)}
+    if "error" in told:
+        return result | {"error": told["error"]}
+    result["outputs"] = plain.get("error", told["tokens"] == plain.get("tokens"))
+    base = work / name(PLAIN | {"dtype": engine["dtype"]})
+    for case in CONCURRENCIES:
+        path = folder / f"c{case}"
+        (base_path,) = sorted(base.glob("*/c1"))[-1:] or (path,)
+        result[f"c{case}"] = {"folder": str(path.relative_to(work))} | facts(Recording(path), Recording(base_path))
+    return result
+
+
+def without_plugin(work: Path, engine: Engine) -> dict[str, Any]:
+    """Greedy tokens of the engine, offline and with no plugin loaded; asked for once."""
+    kept = work / f"outputs-{name(engine | {'via': 'offline'})}.json"
+    if not kept.exists():
+        told = in_child(how="absent", engine=engine, work=str(work), folder="")
+        if "error" in told:
+            return told
+        kept.write_text(json.dumps(told))
+    answer: dict[str, Any] = json.loads(kept.read_text())
+    return answer
 
 
 def in_child(**asked: Any) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "LOGITGATE_CAPTURE")}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if asked["how"] == "absent":
-        environment["VLLM_PLUGINS"] = ""
-    if asked["config"]["runner"] == "MRV2":
+    if asked["how"] == "absent":  # one process starts faster than three
+        environment |= {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if asked["engine"]["runner"] == "MRV2":
         environment |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, __file__, "--child", json.dumps(asked)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -151,27 +160,24 @@ def in_child(**asked: Any) -> dict[str, Any]:
     return {"error": (done.stderr.strip().splitlines() or ["ended without a word"])[-1][:300]}
 
 
-def child(how: str, config: Case, work: str, folder: str, concurrencies: list[int]) -> dict[str, Any]:
+def child(how: str, engine: Engine, work: str, folder: str) -> dict[str, Any]:
     """In a process of its own: one engine, recorded, or only asked for greedy tokens."""
-    if config["runner"] == "MRV2":
+    if engine["runner"] == "MRV2":
         let_triton_interpret_on_cpu()
-    arguments = engine_arguments(config)
-    model = f"{work}/model"
-    if how != "record":
-        return greedy_offline(model, arguments)
-    record = record_server if config["via"] == "server" else record_offline
-    return record(model, arguments, Path(folder), concurrencies)
-
-
-def engine_arguments(config: Case) -> dict[str, Any]:
-    return {
+    arguments = {
         "skip_tokenizer_init": True,
-        "dtype": config["dtype"],
-        "enforce_eager": config["mode"] == "eager",
+        "dtype": engine["dtype"],
+        "enforce_eager": engine["mode"] == "eager",
         "kv_cache_memory_bytes": 1 << 27,
-        "max_num_batched_tokens": 64 if config["chunks"] == "chunked" else 2048,
-        "enable_prefix_caching": config["prefix"] == "on",
+        "max_num_batched_tokens": 64 if engine["chunks"] == "chunked" else 2048,
+        "enable_prefix_caching": engine["prefix"] == "on",
+        "block_size": BLOCK,
     }
+    model = f"{work}/model"
+    if how == "absent":
+        return {"tokens": greedy_without_plugin(model, arguments)}
+    record = record_server if engine["via"] == "server" else record_offline
+    return {"tokens": record(model, arguments, Path(folder), engine["runner"])}
 
 
 def let_triton_interpret_on_cpu() -> None:
@@ -184,17 +190,31 @@ def let_triton_interpret_on_cpu() -> None:
     triton.backends.backends["cpu"] = SimpleNamespace(driver=active, compiler=None)
 
 
-def record_offline(model: str, arguments: dict[str, Any], folder: Path, concurrencies: list[int]) -> dict[str, Any]:
+def greedy_without_plugin(model: str, arguments: dict[str, Any]) -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+
+    from harness.engine.start import numba_out_of_sight
+
+    with numba_out_of_sight():
+        llm = LLM(model, **arguments)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    answers = [llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0] for ids in greedy_prompts()]
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def record_offline(model: str, arguments: dict[str, Any], folder: Path, runner: str) -> list[list[int]]:
     from harness.engine.session import EngineSession
 
     with EngineSession(model, arguments) as session:
-        leads = session.greedy({str(i): prompt for i, prompt in enumerate(greedy_prompts())}, TOKENS)
-        tokens = [[token for token, _ in leads[str(i)]] for i in range(len(leads))]
-        made = {c: told(session.record(make_corpus(), folder / f"c{c}", concurrency=c)) for c in concurrencies}
-    return {"tokens": tokens, "recordings": made}
+        if session.facts["runner"] != runner:
+            raise RuntimeError(f"the engine runs {session.facts['runner']}")
+        answers = [session.greedy({"it": ids}, TOKENS)["it"] for ids in greedy_prompts()]
+        for number in CONCURRENCIES:
+            session.record(make_corpus(), folder / f"c{number}", concurrency=number)
+    return [[token for token, _ in answer] for answer in answers]
 
 
-def record_server(model: str, arguments: dict[str, Any], folder: Path, concurrencies: list[int]) -> dict[str, Any]:
+def record_server(model: str, arguments: dict[str, Any], folder: Path, runner: str) -> list[list[int]]:
     import httpx
 
     from harness.engine.served import Options, record_served
@@ -202,25 +222,26 @@ def record_server(model: str, arguments: dict[str, Any], folder: Path, concurren
     port = 18000 + os.getpid() % 10_000
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
+    for argument, value in arguments.items():
+        flag = argument.replace("_", "-")
         command += [f"--{flag}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{flag}"]
     asked = {"VLLM_PLUGINS": "logitgate", "LOGITGATE_RECORDINGS": str(folder)}
     server = subprocess.Popen(command, env=os.environ | asked, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until_up(url, server)
-        tokens = []
+        answers = []
         for prompt in greedy_prompts():
             body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=600)
-            tokens.append(answer.json()["choices"][0]["token_ids"])
-        made = {
-            c: told(record_served(url, make_corpus(), folder / f"c{c}", Options(concurrency=c))) for c in concurrencies
-        }
+            answers.append(answer.json()["choices"][0]["token_ids"])
+        for number in CONCURRENCIES:
+            record_served(url, make_corpus(), folder / f"c{number}", Options(concurrency=number))
     finally:
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         server.terminate()
-        server.wait()
-    return {"tokens": tokens, "recordings": made}
+        for process in psutil.wait_procs(processes, timeout=30)[1]:
+            process.kill()
+    return answers
 
 
 def until_up(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -233,32 +254,6 @@ def until_up(url: str, server: subprocess.Popen[bytes]) -> None:
         except httpx.HTTPError:
             time.sleep(0.5)
     raise RuntimeError("the server ended while it started")
-
-
-def greedy_offline(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model, **arguments)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    seconds = []
-    for _ in range(4):  # the first pays for what is compiled or imported once
-        begun = time.monotonic()
-        prompts = [{"prompt_token_ids": prompt} for prompt in greedy_prompts()]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.monotonic() - begun)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"tokens": tokens, "speed": TOKENS * len(tokens) / min(seconds[1:])}
-
-
-def told(manifest: Manifest) -> dict[str, Any]:
-    check = manifest.instrument
-    return {
-        "id": manifest.id,
-        "rows": manifest.rows_written,
-        "expected": manifest.rows_expected,
-        "instrument": bool(check and check.passed),
-        "instrument_error": check.max_error if check else None,
-    }
 
 
 # --------------------------------------------------------------------------- what is recorded
@@ -277,11 +272,15 @@ def save_model(folder: Path) -> None:
 
 
 def make_corpus() -> Corpus:
+    """Six segments scored in both phases; two of decode alone that begin as the first does, for the prefix cache."""
     random = np.random.default_rng(0)
+    ids = [random.integers(3, VOCABULARY, 117 + i).astype(np.int32) for i in range(8)]
+    for later in ids[6:]:
+        later[: 3 * BLOCK] = ids[0][: 3 * BLOCK]
     segments = tuple(
         Segment(
-            id=f"s{i}", document=f"d{i}", kind="prose", depth=100, decode_from=100 + i, windows=((60, 104 + i),),
-            token_ids=random.integers(3, VOCABULARY, 117 + i).astype(np.int32),
+            id=f"s{i}", document=f"d{i}", kind="prose", depth=100, decode_from=100 + i,
+            windows=((60, 104 + i),) if i < 6 else (), token_ids=ids[i],
         )
         for i in range(8)
     )  # fmt: skip
@@ -294,53 +293,83 @@ def make_corpus() -> Corpus:
 
 
 def greedy_prompts() -> list[list[int]]:
-    return [segment.token_ids[:40].tolist() for segment in make_corpus().segments[:4]]
+    return [segment.token_ids[:40].tolist() for segment in make_corpus().segments[:3]]
 
 
 # --------------------------------------------------------------------------- what came out
 
 
-def add_differences(rows: list[dict[str, Any]]) -> None:
-    """Hold each recording against its dtype's plainest one."""
-    plain = {row["dtype"]: row for row in rows if {k: row[k] for k in PLAIN} == PLAIN and "id" in row}
-    for row in rows:
-        base = plain.get(row["dtype"])
-        if base is None or "id" not in row:
-            continue
-        row["same"] = row["id"] == base["id"]
-        if not row["same"]:
-            row |= difference(Recording(Path(base["folder"])), Recording(Path(row["folder"])))
+def facts(recording: Recording, base: Recording) -> dict[str, Any]:
+    """What the columns show of one recording."""
+    corpus, manifest = recording.corpus, recording.manifest
+    there = [
+        np.array_equal(recording.indices(segment.id, phase), segment.indices(phase))
+        for segment in corpus.segments
+        for phase in Phase
+    ]
+    check = manifest.instrument
+    assert check is not None
+    return {
+        "once": all(there) and sum(part.rows for part in manifest.parts) == corpus.rows,
+        "rows": manifest.rows_written,
+        "instrument": check.passed,
+        "instrument_rows": check.rows,
+        "instrument_error": check.max_error,
+        **difference(base, recording),
+    }
 
 
 def difference(base: Recording, other: Recording) -> dict[str, Any]:
-    columns = []
+    differ, cached, columns = 0, 0, []
     for segment in base.corpus.segments:
         for phase in Phase:
             there = np.intersect1d(base.indices(segment.id, phase), other.indices(segment.id, phase))
+            if not len(there):
+                continue
             a, b = base.read(segment.id, phase, there), other.read(segment.id, phase, there)
+            differ += int((a.logits.view(np.uint8) != b.logits.view(np.uint8)).any(axis=1).sum())
+            cached += int((b.facts.cached_tokens > 0).sum()) if b.facts is not None and phase is Phase.DECODE else 0
             dtypes = base.manifest.logits_dtype, other.manifest.logits_dtype
             columns.append(position_metrics(a.logits, dtypes[0], b.logits, dtypes[1], a.targets))
-    kl = np.concatenate([column["kl_full"] for column in columns])
-    flips = np.concatenate([column["flip"] for column in columns])
-    return {"kl_mean": float(kl.mean()), "flips": int(flips.sum())}
+    kl, flips = (np.concatenate([c[column] for c in columns]) for column in ("kl_full", "flip"))
+    return {"differ": differ, "cached": cached, "kl_mean": float(kl.mean()), "flips": int(flips.sum())}
 
 
-def write(out: Path, rows: list[dict[str, Any]], strength: int) -> None:
-    kept = [{k: v for k, v in row.items() if k != "folder"} for row in rows]
+def kept_results(path: Path) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    return results
+
+
+def done(result: dict[str, Any] | None, work: Path) -> bool:
+    """Whether a result stands: it failed in no way and its recordings are still there."""
+    cases = [] if result is None else [result.get(f"c{number}") for number in CONCURRENCIES]
+    return bool(cases) and all(case is not None and (work / case["folder"]).is_dir() for case in cases)
+
+
+def write(out: Path, engines: list[Engine], results: dict[str, Any], strength: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"strength": strength, "cases": kept}, indent=1) + "\n")
-    head = [*FACTORS, "rows", "instrument", "same as plainest", "mean KL", "flips", "outputs", "speed"]
+    out.with_suffix(".json").write_text(json.dumps({"strength": strength, "engines": results}, indent=1) + "\n")
+    head = [*FACTORS, "concurrency", "rows", "instrument", "differ", "mean KL", "flips", "cached", "outputs"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in kept:
-        cells = [row[name] for name in FACTORS]
-        cells += [f"{row['rows']} of {row['expected']}" if "rows" in row else f"failed: {row['error']}"]
-        cells += [row.get("instrument", ""), row.get("same", "")]
-        cells += [f"{row['kl_mean']:.1e}" if "kl_mean" in row else "", row.get("flips", "")]
-        cells += [row["outputs"], f"{row['speed']:.3f}" if row["speed"] else ""]
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    title = f"# Engine matrix\n\n`python scripts/engine_matrix.py --strength {strength}`, {len(rows)} cases.\n\n"
+    for engine in engines:
+        result = results.get(name(engine), {"error": "not run"})
+        if "error" in result:
+            lines.append("| " + " | ".join([*engine.values(), "", f"failed: {result['error']}"]) + " |")
+            continue
+        for number in CONCURRENCIES:
+            case = result[f"c{number}"]
+            cells = [*engine.values(), number, f"{case['rows']} once" if case["once"] else "**NOT ONCE**"]
+            cells += [f"{'equal' if case['instrument'] else '**NOT**'} at {case['instrument_rows']} "
+                      f"({case['instrument_error']:.0e})"]  # fmt: skip
+            cells += [case["differ"], f"{case['kl_mean']:.1e}" if case["differ"] else "", case["flips"]]
+            cells += [case["cached"], {True: "same", False: "**differ**"}.get(result["outputs"], result["outputs"])]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    run_so_far = sum(name(engine) in results for engine in engines)
+    title = (
+        f"# Engine matrix\n\n`python scripts/engine_matrix.py --strength {strength}`: {run_so_far} of {len(engines)} "
+        "engines run, each at concurrency 1 and 8. The script's first lines say what the columns are.\n\n"
+    )
     out.with_suffix(".md").write_text(title + "\n".join(lines) + "\n")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

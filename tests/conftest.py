@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.serving import LiveServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -27,3 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("engine") and engine_missing:
             item.add_marker(no_engine)
+
+
+@pytest.fixture(scope="session")
+def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One vLLM server over a tiny model that all tests share; a test that kills it starts it again."""
+    from tests.serving import LiveServer, save_model
+
+    folder = tmp_path_factory.mktemp("server")
+    save_model(folder / "model")
+    running = LiveServer(folder / "model", folder / "root", folder / "server.log")
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()

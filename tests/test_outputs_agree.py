@@ -94,3 +94,11 @@ def test_verdict_and_checks_agree(made: Reported) -> None:
     assert xml.get("failures") == str(failed + (verdict.status != "PASS"))
     assert to_markdown(comparison, verdict, worst).startswith(f"## logitgate: {verdict.word}\n")
     assert verdict.word in report_html(comparison, verdict, worst)
+
+
+def test_the_figure_of_ratios_agrees(made: Reported) -> None:
+    page = report_html(*made)
+    data = json.loads(page[page.index('id="data">') + len('id="data">') :].split("</script>", 1)[0])
+    drawn = next(one for one in data["figures"] if one["id"] == "ratio-by-stratum")["panels"][0]["series"][0]
+    expected = {name: values[1] for name, values in in_json(made).items()}
+    assert dict(zip(drawn["y"], drawn["x"], strict=True)) == pytest.approx(expected, rel=1e-12)

@@ -102,7 +102,7 @@ def test_axe_finds_nothing_serious(opened: Any, scheme: str) -> None:
     found = axe.run(opened).response["violations"]
     serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]
     opened.evaluate("document.querySelectorAll('details.numbers').forEach(d => { d.open = false; })")
-    opened.emulate_media(color_scheme=None)
+    opened.emulate_media(color_scheme="light")
     assert serious == []
 
 
@@ -132,7 +132,9 @@ def test_hovering_shows_the_text_of_a_position(opened: Any) -> None:
     opened.mouse.move(dot["x"] + dot["width"] / 2, dot["y"] + dot["height"] / 2)
     shown = opened.locator("[data-figure=margin-against-kl] .hovertext").first
     shown.wait_for(timeout=5_000)
-    assert re.search(r"index \d+.*→.*reference.*candidate.*KL20", shown.text_content(), re.DOTALL)
+    assert re.search(
+        r"index \d+.*requests in the step 1,.*→.*reference.*\(\d+\).*candidate.*KL20", shown.text_content(), re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("opened", ["fail"], indirect=True)
@@ -146,3 +148,23 @@ def test_positions_can_be_browsed(opened: Any) -> None:
     assert rows.first.text_content() != first
     opened.locator("#browse select").select_option("in the order of the texts")
     assert "page 1 of" in status.text_content()
+
+
+@pytest.mark.parametrize("opened", ["fail"], indirect=True)
+def test_paper_is_light_whatever_the_screen_is(opened: Any) -> None:
+    colours = """['.verdict', '.word', '.tag', '.h4', '[data-figure=kl-against-depth] .xtick text'].map(name => {
+        const style = getComputedStyle(document.querySelector(name));
+        return [style.backgroundColor, style.color, style.fill];
+    })"""
+    opened.emulate_media(color_scheme="light")
+    opened.wait_for_timeout(400)
+    light = opened.evaluate(colours)
+    opened.emulate_media(color_scheme="dark")
+    opened.wait_for_timeout(400)
+    assert opened.evaluate(colours) != light
+    opened.emulate_media(color_scheme="dark", media="print")
+    opened.evaluate("dispatchEvent(new Event('beforeprint'))")
+    opened.wait_for_timeout(400)
+    assert opened.evaluate(colours) == light
+    opened.evaluate("dispatchEvent(new Event('afterprint'))")
+    opened.emulate_media(color_scheme="light", media="screen")

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from harness.engine.served import Options, record_served
 from harness.metrics import decode
 from harness.storage import Recording
 from harness.types import Corpus, Phase
-from tests.serving import ENGINE, end, family, logitgate, parts, save_corpus_file, save_model, start_logitgate, wait_for
+from tests.serving import (
+    ENGINE,
+    LiveServer,
+    end,
+    family,
+    logitgate,
+    parts,
+    save_corpus_file,
+    start_logitgate,
+    wait_for,
+)
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 SEGMENTS = 20  # three parts of 512 rows and a rest
+KILLS = int(os.environ.get("LOGITGATE_KILLS", "1"))  # workers and clients to kill in turn, each at another moment
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("safety")
-    save_model(folder / "model")
-    return folder
+    return tmp_path_factory.mktemp("safety")
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +46,23 @@ def corpus(home: Path) -> Corpus:
     return save_corpus_file(home / "corpus.parquet", SEGMENTS)
 
 
-def command(home: Path, name: str, *more: str) -> tuple[str | Path, ...]:
-    return ("record", home / "model", "-c", home / "corpus.parquet", "-o", home / name, *more, *ENGINE)
+Command = tuple[str | Path, ...]
 
 
-def stop_when_under_way(home: Path, name: str, how: str, *more: str) -> tuple[int, str, list[psutil.Process]]:
+@pytest.fixture(scope="module")
+def command(home: Path, corpus: Corpus, live_server: LiveServer) -> Command:
+    """Records the corpus; the folder is still to be named."""
+    return ("record", live_server.model, "-c", home / "corpus.parquet", *ENGINE, "-o")
+
+
+def stop_when_under_way(command: Command, folder: Path, how: str) -> tuple[int, str, list[psutil.Process]]:
     """Start a recording; end it or its worker once a new part is there. Exit code, stderr, what is left running."""
-    before = len(parts(home / name))
-    client = start_logitgate(*command(home, name, *more))
-    wait_for(lambda: len(parts(home / name)) > before, seconds=300, what="a part")
+    before = len(parts(folder))
+    client = start_logitgate(*command, folder, *(["--resume"] if before else []))
+    wait_for(lambda: len(parts(folder)) > before, seconds=300, what="a part")
     processes = family(client.pid)
     if how == "worker":
-        for process in processes:
-            if "VLLM::Worker" in " ".join(process.cmdline()):
-                process.kill()
+        kill_workers(processes)
     else:
         client.send_signal(getattr(signal, how))
     try:
@@ -59,40 +74,64 @@ def stop_when_under_way(home: Path, name: str, how: str, *more: str) -> tuple[in
     return client.returncode, told, left
 
 
+def kill_workers(processes: list[psutil.Process]) -> None:
+    end([process for process in processes if "VLLM::Worker" in " ".join(process.cmdline())])
+
+
 @pytest.fixture(scope="module")
-def peace(home: Path, corpus: Corpus) -> Recording:
-    """The recording nothing disturbed."""
-    done = logitgate(*command(home, "peace", "--concurrency", "8"))
-    assert done.returncode == 0, done.stderr
-    return Recording(home / "peace")
+def peace(live_server: LiveServer, corpus: Corpus) -> Recording:
+    """The recording nothing disturbed, of the same model in a server that runs anyway."""
+    folder = live_server.root / "peace"
+    record_served(live_server.url, corpus, folder, Options(concurrency=8))
+    return Recording(folder)
 
 
 def test_killed_interrupted_and_resumed_it_is_the_recording_nothing_disturbed(
-    home: Path, corpus: Corpus, peace: Recording
+    home: Path, corpus: Corpus, command: Command, peace: Recording
 ) -> None:
-    for how, code, more in (("SIGINT", 130, ()), ("worker", 4, ("--resume",))):
-        returned, told, left = stop_when_under_way(home, "disturbed", how, *more)
+    folder = home / "disturbed"
+    for how, code in (("SIGINT", 130), ("worker", 4)):
+        returned, told, left = stop_when_under_way(command, folder, how)
         names = [" ".join(process.cmdline()) for process in left]
         end(left)
         assert not names, f"left running after {how}"
         assert returned == code, told
         assert "Traceback" not in told
-        assert not Recording(home / "disturbed").manifest.complete
-    assert logitgate(*command(home, "disturbed", "--resume")).returncode == 0
-    disturbed = Recording(home / "disturbed").manifest
+        assert not Recording(folder).manifest.complete
+    assert logitgate(*command, folder, "--resume").returncode == 0
+    disturbed = Recording(folder).manifest
     assert disturbed.id == peace.manifest.id
     assert disturbed.rows_written == corpus.rows
     assert disturbed.instrument is not None
     assert disturbed.instrument.passed
 
 
+@pytest.mark.parametrize("seed", range(1, KILLS))
+def test_killed_at_any_moment_it_is_resumed_to_the_same_content(
+    home: Path, command: Command, peace: Recording, seed: int
+) -> None:
+    """Odd seeds kill the client, even ones its worker: while it loads, between parts, within one, at the end."""
+    folder, chance = home / f"killed-{seed}", random.Random(seed)
+    client = start_logitgate(*command, folder)
+    count = chance.randrange(4)
+    wait_for(lambda: folder.exists() and len(parts(folder)) >= count, seconds=300, what=f"{count} parts")
+    time.sleep(chance.uniform(0, 0.5))
+    processes = family(client.pid)
+    client.kill() if seed % 2 else kill_workers(processes)
+    client.communicate(timeout=120)
+    end(processes)  # a client that was killed cannot end its engine
+    resumed = logitgate(*command, folder, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert Recording(folder).manifest.id == peace.manifest.id
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: two ranks have no place")
 def test_two_tensor_parallel_ranks_write_each_row_once_and_the_same(
-    home: Path, corpus: Corpus, peace: Recording, monkeypatch: pytest.MonkeyPatch
+    home: Path, corpus: Corpus, command: Command, peace: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
-    done = logitgate(*command(home, "two-ranks", "--concurrency", "8", "--tensor-parallel-size", "2"))
+    done = logitgate(*command, home / "two-ranks", "--concurrency", "8", "--tensor-parallel-size", "2")
     assert done.returncode == 0, done.stderr
     two = Recording(home / "two-ranks")
     assert two.manifest.rows_written == corpus.rows

@@ -644,7 +644,10 @@ def test_a_trend_shows_in_its_own_contrast(statistic: str, part: object) -> None
     ours, theirs = example(), example()
     ours["kl20"] = ours["kl20"] * np.where(part(ours), 3.0, 1.0)  # type: ignore[operator]
     found = summarise(group(ours), ours, theirs, None)
-    stratum = Stratum(phase=Phase.DECODE) if statistic == "trend_step" else OVERALL
+    stratum = {
+        "trend_step": Stratum(phase=Phase.DECODE),
+        "trend_chunk": Stratum(phase=Phase.PREFILL),  # a decode step is a chunk of its own: always at its start
+    }.get(statistic, OVERALL)
     assert shown(found, "kl20", statistic, stratum).value == pytest.approx(3.0, rel=1e-9)
     flat = summarise(group(theirs), theirs, theirs, None)
     assert shown(flat, "kl20", statistic, stratum).value == pytest.approx(1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.engine.layout import TESTED_VERSIONS
 from harness.engine.logs import EngineLog
-from harness.engine.plugin import ASKED
+from harness.engine.plugin import ASKED, register
 from harness.errors import EngineError, LogitgateError
 
 
@@ -20,6 +20,7 @@ def start_engine(config: Any, log: EngineLog) -> Any:
 
     before = os.environ.get(ASKED)
     os.environ[ASKED] = "1"
+    register()  # of this process, for an engine that lives in it: vLLM loaded its plugins with the configuration
     try:
         with numba_out_of_sight():
             return LLMEngine.from_vllm_config(config, disable_log_stats=True)

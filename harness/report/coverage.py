@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.report import strata
-from harness.types import Build, Comparison, Phase, Stratum
+from harness.report.where import times
+from harness.types import Build, Comparison, Phase, Stratum, Verdict
 
 Answer = Literal["yes", "no", "unknown"]
 
@@ -64,6 +66,17 @@ def exercised(comparison: Comparison) -> tuple[Exercise, ...]:
         _context(comparison, build),
         _attention(build),
     )
+
+
+def smallest_seen(verdict: Verdict) -> str:
+    """The smallest faults that would have been a FAIL, in words; empty where nothing was held against a floor."""
+    checks = [c for c in verdict.checks if c.statistic == "ratio_to_floor" and c.tier == "precision"]
+    known = [c for c in checks if math.isfinite(c.detectable)]
+    if not known:
+        return "faults of any size: there are too few texts to say" if checks else ""
+    first, worst = known[0], max(known, key=lambda c: c.detectable)
+    least = "" if worst is first else f", {times(worst.detectable)} in {worst.stratum}"
+    return f"faults below {times(first.detectable)} the floor {first.stratum}{least}; larger ones FAIL in 95 % of runs"
 
 
 def _column(comparison: Comparison, name: str) -> Any:

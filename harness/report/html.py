@@ -55,7 +55,7 @@ def report_html(comparison: Comparison, verdict: Verdict, details: Sequence[Posi
     It is one file that needs no network. Text of the recordings cannot break it or run in it.
     """
     cells = {stratum: cell(comparison, verdict, stratum) for stratum in strata.strata(verdict)}
-    worst = worst_first(details)[:CARDS]
+    worst, ran = worst_first(details)[:CARDS], coverage.exercised(comparison)
     return render(
         "report.html.j2",
         title=f"{verdict.word}: {name_of(comparison)}",
@@ -75,11 +75,14 @@ def report_html(comparison: Comparison, verdict: Verdict, details: Sequence[Posi
         sections=builds_diff.SECTIONS,
         sides=sides(comparison),
         facts=facts(comparison),
-        exercised=coverage.exercised(comparison),
+        exercised=ran,
+        not_exercised=tuple(one.what for one in ran if one.answer == "no"),
+        detectable=coverage.smallest_seen(verdict),
         coverage_rows=coverage.rows_by_cell(comparison),
         open_checks=tuple(c for c in verdict.checks if c.status is not Status.PASS),
         passed_checks=tuple(c for c in verdict.checks if c.status is Status.PASS),
         worst=worst,
+        notable=len(details),
         perplexity=perplexity(verdict),
         bin_name=bin_name,
         check_name=check_name,

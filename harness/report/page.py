@@ -31,6 +31,17 @@ from harness.worst import PositionDetail, TopId
 COMPACT_FROM = 200
 """Values from which an array is embedded as 32-bit floats in base64; shorter ones keep every digit."""
 
+STEP_FACTS = {
+    "batch_size": "requests in the step",
+    "cached_tokens": "tokens from the prefix cache",
+    "chunk_distance": "rows into the chunk",
+    "block_distance": "rows into the KV block",
+}
+"""Columns that tell how the engine came to a position, by what a reader sees; -1 is unknown."""
+
+MOST_DETAIL_BYTES = 2_000_000
+"""Of a page below 8 MB, 5 of which are the program that draws: what the positions' text may take."""
+
 CONTEXT_CHARACTERS = 200
 TOKEN_CHARACTERS = 32
 
@@ -51,11 +62,13 @@ def render(
         title: of the page.
         figures: drawn in this order wherever the template places them.
         positions: columns that the `rows` of the figures' series point into: what a reader sees of any of them.
-        details: text of the most notable positions, for those who hover over or browse them.
+        details: text of the most notable positions, for those who hover over or browse them; the first of them, if all
+            would make the page too large. The template is told how many as `browsable`.
         context: what the template names.
     """
     app = _asset("report.js")
     plotly = _plotly() if figures else ""
+    packed, browsable = _packed(details)
     data = {"figures": [figure_data(figure) for figure in figures], "positions": _places(positions)}
     return (
         _environment()
@@ -68,7 +81,8 @@ def render(
             app=Markup(app),
             plotly=Markup(plotly),
             data=script_json(data),
-            details=_packed(details),
+            details=packed,
+            browsable=browsable,
             figures={figure.id: figure for figure in figures},
             **context,
         )
@@ -138,30 +152,45 @@ def _places(columns: Columns | None) -> dict[str, Any] | None:
         "segment": _bytes(code, "<i4"),
         "index": _bytes(np.asarray(columns["index"]), "<i4"),
         "step": _bytes(np.asarray(columns["step"]), "<i4"),
+        "facts": [
+            (name, _bytes(np.asarray(columns[column]), "<i4"))
+            for column, name in STEP_FACTS.items()
+            if column in columns
+        ],
     }
 
 
-def _packed(details: Sequence[PositionDetail]) -> str:
-    """Text of positions as gzip in base64: contexts of neighbours overlap, so that it shrinks several times."""
-    items = [
-        [
-            d.row,
-            str(d.phase),
-            _number(d.kl20),
-            _number(d.margin),
-            int(d.flip),
-            visible(d.context, CONTEXT_CHARACTERS),
-            visible(d.target_text, TOKEN_CHARACTERS),
-            _tops(d.top_reference),
-            _tops(d.top_candidate),
-            visible(d.segment, 80),
-            d.index,
-            d.step,
-        ]
-        for d in sorted(details, key=lambda d: d.row)
+def _packed(details: Sequence[PositionDetail]) -> tuple[str, int]:
+    """Text of the first positions as far as they fit into MOST_DETAIL_BYTES, and how many these are.
+
+    It is gzip in base64: contexts of neighbours overlap, so that they shrink several times.
+    """
+    items = [_item(one) for one in details]
+    kept = len(items)
+    while True:
+        text = json.dumps(sorted(items[:kept], key=lambda item: item[0]), allow_nan=False, separators=(",", ":"))
+        packed = base64.b64encode(gzip.compress(text.encode("ascii"), 6, mtime=0)).decode("ascii")
+        if len(packed) <= MOST_DETAIL_BYTES:
+            return packed, kept
+        kept = kept * MOST_DETAIL_BYTES // (len(packed) + len(packed) // 16)
+
+
+def _item(one: PositionDetail) -> list[Any]:
+    """In the order that the page's script names them."""
+    return [
+        one.row,
+        str(one.phase),
+        _number(one.kl20),
+        _number(one.margin),
+        int(one.flip),
+        visible(one.context, CONTEXT_CHARACTERS),
+        visible(one.target_text, TOKEN_CHARACTERS),
+        _tops(one.top_reference),
+        _tops(one.top_candidate),
+        visible(one.segment, 80),
+        one.index,
+        one.step,
     ]
-    text = json.dumps(items, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode("ascii"), mtime=0)).decode("ascii")
 
 
 def _tops(tops: Sequence[TopId]) -> list[list[Any]]:

@@ -66,7 +66,7 @@ def several_html(judged: Sequence[Judged], unjudged: Sequence[Unjudged] = ()) ->
 
 
 def ranked(judged: Sequence[Judged]) -> dict[str, Judged]:
-    """By the name each goes by, smallest ratio to the floor first (without a floor mean KL20), unknown last."""
+    """By the name each goes by, smallest ratio to the floor first; those without one last, by mean KL20."""
     inside = sorted(judged, key=lambda one: _rank(one.verdict))
     return dict(zip(_names(inside), inside, strict=True))
 
@@ -83,11 +83,10 @@ def several_figures(named: dict[str, Judged]) -> tuple[Figure, ...]:
     return tuple(figure for figure in made if figure.points)
 
 
-def _rank(verdict: Verdict) -> tuple[bool, float]:
-    """Unknown last."""
-    ratio = strata.value(verdict, OVERALL, "ratio_to_floor")
-    value = strata.value(verdict, OVERALL, "mean") if math.isnan(ratio) else ratio
-    return math.isnan(value), value
+def _rank(verdict: Verdict) -> tuple[bool, float, bool, float]:
+    """Unknown last: those without a ratio after those with one, by mean KL20."""
+    ratio, mean = (strata.value(verdict, OVERALL, name) for name in ("ratio_to_floor", "mean"))
+    return math.isnan(ratio), 0.0 if math.isnan(ratio) else ratio, math.isnan(mean), mean
 
 
 def _names(ranked: Sequence[Judged]) -> list[str]:

@@ -139,7 +139,7 @@ def _trends(estimates: Sequence[Estimate]) -> Iterator[Text]:
     names = {
         "trend_depth": "deepest against shallowest context",
         "trend_step": "last third of the decode steps against the first",
-        "trend_chunk": "first rows of a chunk against the others",
+        "trend_chunk": "first rows of a prefill chunk against the others",
         "trend_block": "first rows of a KV block against the others",
     }
     shown = [f"{names[e.statistic]}: {cells.interval(e)}" for e in estimates if e.statistic in names]

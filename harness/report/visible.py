@@ -18,7 +18,8 @@ def visible(text: str, most: int | None = None) -> str:
     """
     if most is not None and len(text) > 4 * most:
         text = text[-4 * most :]  # no need to escape a megabyte for its last line
-    shown = "".join(map(_shown, text))
+    plain = text.replace("\n", "").isprintable()  # none of the hidden categories is printable: no need to look closer
+    shown = text.replace("\n", NEWLINE) if plain else "".join(map(_shown, text))
     return shown if most is None or len(shown) <= most else "…" + shown[len(shown) - most + 1 :]
 
 

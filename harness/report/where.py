@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ APART = 2.0
 
 FEWEST_ROWS = 32
 """Rows from which a batch size is looked at."""
+
+SPARED = 30.0
+"""A text is spared if its ratio is this many times below the median text's."""
 
 FEW_ROWS = 0.01
 """The share of rows whose part of the whole KL is given."""
@@ -82,21 +85,22 @@ def places(comparison: Comparison, verdict: Verdict) -> tuple[Place, ...]:
     if verdict.status is None or not strata.strata(verdict):
         return ()
     kept = strata.finite(comparison)
-    hot, inside = _hot_phases(comparison, kept)
+    excess = _excess(verdict)
+    hot, inside = _hot_phases(comparison, kept) if excess else ([], kept)
     found = [
-        *_broken_rows(comparison),
         _phase(comparison, kept, hot),
-        *_kind(comparison, inside),
+        *_kind(comparison, inside, excess),
         *_depth(comparison, verdict, inside),
-        *_trend(verdict, "trend_step", "Decode steps", "the last third of the steps", "the first third"),
-        *_trend(verdict, "trend_chunk", "Chunk boundary", "the first 4 rows of a prefill chunk", "the other rows"),
-        *_trend(verdict, "trend_block", "KV block boundary", "the first 4 rows of a KV block", "the other rows"),
+        *_trend(verdict, hot, "trend_step", "Decode steps", "the last third of the steps", "the first third"),
+        *_trend(verdict, hot, "trend_chunk", "Chunk boundary", "the first 4 rows of a prefill chunk", "the other rows"),
+        *_trend(verdict, hot, "trend_block", "KV block boundary", "the first 4 rows of a KV block", "the other rows"),
         *_batch(comparison, inside),
-        *_cached(comparison, inside),
+        *_cached(comparison, inside, excess),
         _concentration(comparison, inside),
         *_texts(comparison, inside),
     ]
-    return tuple(found)
+    # What is normal as a whole is normal wherever it sits, and of a dozen looks one is bound to find something.
+    return (*_broken_rows(comparison), *(p if excess else replace(p, stands_out=False) for p in found))
 
 
 def levels(comparison: Comparison, column: str, inside: Rows) -> list[Level]:
@@ -125,13 +129,13 @@ def times(value: float) -> str:
 def _broken_rows(comparison: Comparison) -> Iterator[Place]:
     broken = ~strata.finite(comparison)
     if broken.any():
-        at = np.flatnonzero(broken)[0]
+        at, count = np.flatnonzero(broken)[0], int(broken.sum())
         columns = comparison.positions
         first = f"{columns['segment'][at]}, {columns['phase'][at]}, index {columns['index'][at]}"
         phases = sorted(set(np.asarray(columns["phase"])[broken].tolist()))
         yield Place(
             question="NaN or infinite logits",
-            answer=f"{int(broken.sum()):,} rows, in {' and '.join(phases)}",
+            answer=f"{count:,} {'row' if count == 1 else 'rows'}, in {' and '.join(phases)}",
             evidence=f"first at {first}; these rows are in no other number here",
             stands_out=True,
         )
@@ -151,11 +155,11 @@ def _phase(comparison: Comparison, kept: Rows, hot: list[str]) -> Place:
     return Place(question="Phase", answer=answer, evidence=_numbers(comparison, found), stands_out=one)
 
 
-def _kind(comparison: Comparison, inside: Rows) -> Iterator[Place]:
+def _kind(comparison: Comparison, inside: Rows, excess: bool) -> Iterator[Place]:
     found = levels(comparison, "kind", inside)
     if len(found) < 2:
         return
-    hot = _hot(found)
+    hot = _hot(found) if excess else []
     some = 0 < len(hot) < len(found)
     answer = f"mostly {', '.join(hot)}" if some else "all kinds of text alike"
     yield Place(question="Kind of text", answer=answer, evidence=_numbers(comparison, found), stands_out=some)
@@ -178,9 +182,10 @@ def _depth(comparison: Comparison, verdict: Verdict, inside: Rows) -> Iterator[P
     )
 
 
-def _trend(verdict: Verdict, statistic: str, question: str, first: str, second: str) -> Iterator[Place]:
+def _trend(verdict: Verdict, hot: list[str], statistic: str, question: str, first: str, second: str) -> Iterator[Place]:
     for trend in (e for e in verdict.estimates if e.statistic == statistic):
-        says = _direction(trend)
+        elsewhere = bool(hot) and trend.stratum.phase is not None and str(trend.stratum.phase) not in hot
+        says = 0 if elsewhere else _direction(trend)  # a phase that is as it should be has nothing to point at
         answer = {1: f"worse in {first}", -1: f"worse in {second}", 0: "no difference is shown"}[says]
         yield Place(
             question=question,
@@ -210,7 +215,7 @@ def _batch(comparison: Comparison, inside: Rows) -> Iterator[Place]:
     )
 
 
-def _cached(comparison: Comparison, inside: Rows) -> Iterator[Place]:
+def _cached(comparison: Comparison, inside: Rows, excess: bool) -> Iterator[Place]:
     cached = np.asarray(comparison.positions.get("cached_tokens", np.full(len(inside), -1)))
     hit, missed = inside & (cached > 0), inside & (cached == 0)
     if hit.any() and missed.any():
@@ -218,7 +223,7 @@ def _cached(comparison: Comparison, inside: Rows) -> Iterator[Place]:
             Level(name=name, ratio=_ratio(comparison, rows), rows=int(rows.sum()))
             for name, rows in (("with a cached prefix", hit), ("without", missed))
         ]
-        hot = _hot(found)
+        hot = _hot(found) if excess else []
         some = len(hot) == 1
         answer = f"mostly rows {hot[0]}" if some else "no difference between cached and computed prefixes"
         yield Place(question="Prefix cache", answer=answer, evidence=_numbers(comparison, found), stands_out=some)
@@ -241,12 +246,17 @@ def _texts(comparison: Comparison, inside: Rows) -> Iterator[Place]:
         return
     middle = float(np.median([level.ratio for level in found]))
     far = [level for level in found if level.ratio > OUTLIER * middle]
+    spared = [level for level in found if level.ratio < middle / SPARED]
     answer = f"{len(far)} of {len(found)} texts stand out" if far else "no text stands out"
+    shown = f"largest: {_numbers(comparison, found[:3])}"
+    if spared and not far:
+        answer = f"{len(spared)} of {len(found)} texts are spared: what sets them apart? (their row of the batch?)"
+        shown = f"spared: {_numbers(comparison, spared[:3])}"
     yield Place(
         question="Texts",
         answer=answer,
-        evidence=f"largest: {_numbers(comparison, found[:3])}; median text {_amount(comparison, middle)}",
-        stands_out=bool(far),
+        evidence=f"{shown}; median text {_amount(comparison, middle)}",
+        stands_out=bool(far or spared),
     )
 
 

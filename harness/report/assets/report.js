@@ -23,6 +23,7 @@
     segment: ints(data.positions.segment),
     index: ints(data.positions.index),
     step: ints(data.positions.step),
+    facts: data.positions.facts.map(([name, values]) => [name, ints(values)]),
   };
   const DETAIL = ["row", "phase", "kl", "margin", "flip", "context", "target", "reference", "candidate", "segment", "index", "step"];
   const details = new Map();
@@ -37,7 +38,7 @@
     }
   }
 
-  const tops = (list) => list.map(([text, share]) => `${plain(JSON.stringify(text))} ${share}`).join("  ");
+  const tops = (list) => list.map(([text, share, id]) => `${plain(JSON.stringify(text))} ${share} (${id})`).join("  ");
 
   function wrapped(text, width) {
     const lines = [];
@@ -48,9 +49,11 @@
   function describe(row) {
     const step = places.step[row];
     const place = `<b>${plain(places.segments[places.segment[row]])}</b>, index ${places.index[row]}${step >= 0 ? `, decode step ${step}` : ", prefill"}`;
+    const facts = places.facts.filter(([, values]) => values[row] >= 0).map(([name, values]) => `${name} ${values[row]}`).join(", ");
     const found = details.get(row);
-    if (!found) return place;
-    return `${place}<br>${wrapped(found.context, 90)}<br>→ ${plain(found.target)}<br>reference  ${tops(found.reference)}<br>candidate  ${tops(found.candidate)}`;
+    const known = facts ? `${place}<br>${facts}` : place;
+    if (!found) return known;
+    return `${known}<br>${wrapped(found.context, 90)}<br>→ ${plain(found.target)}<br>reference  ${tops(found.reference)}<br>candidate  ${tops(found.candidate)}`;
   }
 
   // ---------------------------------------------------------------- figures
@@ -70,7 +73,7 @@
       type: "scatter", x, y, ...axes, name: plain(series.name), legendgroup: plain(series.name), showlegend: !seen.has(series.name),
       mode: [series.line && "lines", series.points && "markers"].filter(Boolean).join("+"),
       line: { color: colour, width: 2, dash: series.dashed ? "dash" : "solid" },
-      marker: { color: colour, symbol: SYMBOLS[series.role], size: many ? 4 : series.role === "flip" ? 8 : 8, opacity: many ? 0.55 : 1, line: { width: series.role === "flip" ? 1 : 0, color: colour } },
+      marker: { color: colour, symbol: SYMBOLS[series.role], size: many ? 4 : 8, opacity: many ? 0.55 : 1, line: { width: series.role === "flip" ? 1 : 0, color: colour } },
       hovertemplate: `${plain(figure.x.label)} %{x}<br>${plain(figure.y.label)} %{y}<extra>${plain(series.name)}</extra>`,
     };
     seen.add(series.name);
@@ -153,11 +156,12 @@
     const top = 56, bottom = 52, gap = 84;
     const height = top + bottom + rows * inner + (rows - 1) * gap;
     const plotted = height - top - bottom;
+    const lined = figure.panels.some((p) => p.series.some((s) => s.line)); // their legend shows dashes; dots are enlarged
     const made = {
       width, height, margin: { l: 66, r: 14, t: top, b: bottom }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: style("--ink"), family: "system-ui, Segoe UI, Roboto, Liberation Sans, sans-serif", size: 13 },
       hoverlabel: { bgcolor: style("--panel"), bordercolor: style("--soft"), font: { color: style("--ink"), size: 12, family: "ui-monospace, DejaVu Sans Mono, monospace" }, align: "left", namelength: -1 },
-      hovermode: "closest", legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", xanchor: "left", yref: "container", yref: "paper", font: { size: 12 } },
+      hovermode: "closest", legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", xanchor: "left", yref: "paper", itemsizing: lined ? "trace" : "constant", font: { size: 12 } },
       annotations: [], shapes: [], dragmode: "zoom",
     };
     made.legend.y = 1 + (count > 1 || figure.panels[0].title ? 24 : 6) / plotted;
@@ -186,8 +190,18 @@
     return made;
   }
 
+  // A page in the background is never painted: it draws all the same.
+  const painted = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 300); });
+  const figureOf = (holder) => data.figures.find((f) => f.id === holder.dataset.figure);
+
+  // A figure takes its height before it is drawn, so that nothing moves under a reader.
+  function reserve(holder) {
+    holder.style.minHeight = `${layout(figureOf(holder), Math.floor(holder.clientWidth)).height}px`;
+  }
+
   function draw(holder) {
-    const figure = data.figures.find((f) => f.id === holder.dataset.figure);
+    const figure = figureOf(holder);
+    reserve(holder);
     const seen = new Set();
     const traces = figure.panels.flatMap((panel, i) => panel.series.map((series) => trace(figure, series, { xaxis: `x${i ? i + 1 : ""}`, yaxis: `y${i ? i + 1 : ""}` }, seen)));
     return Plotly.react(holder, traces, layout(figure, Math.floor(holder.clientWidth)), { displayModeBar: false, responsive: false });
@@ -195,11 +209,20 @@
 
   const holders = [...document.querySelectorAll(".plot")];
 
-  // One after the other, so that the page answers while they are drawn.
+  // Plotly takes a second to start: the page is shown first, and it runs from where it is kept.
   async function drawAll() {
+    for (const holder of holders) reserve(holder);
+    await painted();
+    document.body.append(Object.assign(document.createElement("script"), { textContent: document.getElementById("plotly").textContent }));
+    // One after the other, so that the page answers while they are drawn.
     for (const holder of holders) {
-      await draw(holder);
-      holder.dataset.drawn = "yes";
+      try {
+        await draw(holder);
+        holder.dataset.drawn = "yes";
+      } catch (error) {
+        console.error(error);
+        holder.replaceChildren(element("p", { class: "problem" }, "This browser could not draw the figure; its numbers are in the table below."));
+      }
       await new Promise((done) => setTimeout(done));
     }
     document.documentElement.dataset.drawn = "yes";
