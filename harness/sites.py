@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 EAGER = {"enforce_eager": True}
 """Engine arguments of patches that hook into decoder layers: compiled code would not see them."""
 
+RECURRENT = "gdn."
+"""How the site of every patch begins that needs a hybrid model."""
+
 PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """The linear layers of a dense decoder layer, by the last part of their names."""
 

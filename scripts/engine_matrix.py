@@ -352,9 +352,10 @@ def write(out: Path, engines: list[Engine], results: dict[str, Any], strength: i
     head = [*FACTORS, "concurrency", "rows", "instrument", "differ", "mean KL", "flips", "cached", "outputs"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for engine in engines:
-        result = results.get(name(engine), {"error": "not run"})
-        if "error" in result:
-            lines.append("| " + " | ".join([*engine.values(), "", f"failed: {result['error']}"]) + " |")
+        result = results.get(name(engine))
+        if result is None or "error" in result:
+            why = "not run" if result is None else f"failed: {result['error']}"
+            lines.append("| " + " | ".join([*engine.values(), "", why]) + " |")
             continue
         for number in CONCURRENCIES:
             case = result[f"c{number}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -154,9 +155,13 @@ def logitgate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def start_logitgate(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the command, its output kept."""
+    """Start the command, its output kept. It hears Ctrl-C, even where a shell runs the tests in the background."""
     command = [str(Path(sys.executable).with_name("logitgate")), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored stays so in a new process
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def parts(folder: Path) -> list[Path]:

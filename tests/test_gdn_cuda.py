@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from harness.engine.gdn import SITE, Core, Run, describe_layer, gdn_layers, recurrent_states, wrap_core
+from harness.engine.gdn import Core, Run, describe_layer, gdn_layers, recurrent_states, wrap_core
 from harness.engine.gdn_kernels import PIECE, prefill_in_pieces, without_qk_norm
 from harness.errors import PatchError
 from harness.patching import Hooks, LoadedPatch, list_patches
+from harness.sites import RECURRENT
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-PATCHES = [p for p in list_patches() if p.patch.site.startswith(SITE) and p.function is not None]
+PATCHES = [p for p in list_patches() if p.patch.site.startswith(RECURRENT) and p.function is not None]
 DISTINCT = [p for p in PATCHES if p.patch.site != "gdn.state" or p.patch.name.endswith(("_4_bits", "_e4m3"))]
 SLOTS, HEADS, SIZE, WIDTH, CHANNELS = 6, 2, 4, 4, 24
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from harness.engine.gdn import SITE, conv_states, recurrent_states
+from harness.engine.gdn import conv_states, recurrent_states
 from harness.engine.gdn_kernels import prefill_in_pieces
 from harness.patching import Hooks, LoadedPatch, list_patches
+from harness.sites import RECURRENT
 from tests.gdn_oracle import Recurrence, core, relative_error
 
 torch = pytest.importorskip("torch")
@@ -159,7 +160,7 @@ STEPS = 16
 IN_THE_CORE = [
     p
     for p in list_patches()
-    if p.patch.site.startswith(SITE) and p.function is not None and p.patch.name != "gdn_norm_after_gate"
+    if p.patch.site.startswith(RECURRENT) and p.function is not None and p.patch.name != "gdn_norm_after_gate"
 ]
 # Seven bits are bf16, and states as large as these have f16's ten bits.
 SAME = {"bf16": "7_bits", "f16": "10_bits"}

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.engine.gdn import SITE
 from harness.patching import LoadedPatch, list_patches
+from harness.sites import RECURRENT
 from tests.in_process import Rows, engine_in_process, run, runner_of, same
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 HYBRID = Path(__file__).parent / "data" / "hybrid"
-PATCHES = [p for p in list_patches() if p.patch.site.startswith(SITE)]
+PATCHES = [p for p in list_patches() if p.patch.site.startswith(RECURRENT)]
 HOOKED = [
     p
     for p in PATCHES

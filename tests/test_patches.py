@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.engine.gdn import SITE
 from harness.patching import LoadedPatch, list_patches, load_patch
+from harness.sites import RECURRENT
 from tests.in_process import Rows, engine_in_process, run, runner_of, same
 
 pytest.importorskip("vllm")
 
 PATCHES = list_patches()
-HOOKED = [p for p in PATCHES if p.function is not None and not p.patch.site.startswith(SITE)]  # of a dense model
+HOOKED = [p for p in PATCHES if p.function is not None and not p.patch.site.startswith(RECURRENT)]  # of a dense model
 LENGTHS = (290, 20)  # one prompt past the first 256 positions, one short
 DECODED = 5
 GENERATOR = np.random.default_rng(1)

@@ -81,10 +81,10 @@ def gates(
     """
     from harness.calibration.calibrate import load_results
     from harness.calibration.limits import generate, to_toml, with_section
-    from harness.commands.calibration_run import RECURRENT
     from harness.commands.result_keeper import now
     from harness.judge import load_gates
     from harness.patching import list_patches
+    from harness.sites import RECURRENT
 
     found = load_results(results)
     recurrent = {p.patch.name for p in list_patches() if p.patch.site.startswith(RECURRENT)}

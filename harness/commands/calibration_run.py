@@ -21,12 +21,10 @@ from harness.calibration.jobs import STOCK, Job, Setting, job_of, same_as_stock,
 from harness.commands.result_keeper import TWIN, Keeper, machine
 from harness.errors import MismatchError, UsageError
 from harness.patching import LoadedPatch
+from harness.sites import RECURRENT
 from harness.types import Corpus, Gates, LogitsDtype
 
 Say = Callable[[str], None]
-
-RECURRENT = "gdn."
-"""How the site of a patch begins that changes a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ def _hardware(machine: Machine) -> Iterator[Line]:
 
 def _ask_engine() -> tuple[dict[str, Any] | None, str]:
     """What vLLM says of itself, or None and the last line of what its process complained of."""
-    command = [sys.executable, "-m", "harness.engine.probe"]
+    command = [sys.executable, "-m", "harness.engine.installed"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS, check=False

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     from harness.patching import Hooks
 
-SITE = "gdn."
-"""How the site of every patch begins that needs a hybrid model."""
-
 F32_STATE = {"enforce_eager": True, "mamba_ssm_cache_dtype": "float32"}
 """Engine arguments of patches that round the state: some models keep it in bf16 unless told otherwise."""
 

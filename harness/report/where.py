@@ -28,6 +28,9 @@ APART = 2.0
 FEWEST_ROWS = 32
 """Rows from which a batch size is looked at."""
 
+PLAIN = 10.0
+"""From this multiple on, a boundary or a step stands out in a phase that as a whole does not."""
+
 SPARED = 30.0
 """A text is spared if its ratio is this many times below the median text's."""
 
@@ -185,7 +188,8 @@ def _depth(comparison: Comparison, verdict: Verdict, inside: Rows) -> Iterator[P
 def _trend(verdict: Verdict, hot: list[str], statistic: str, question: str, first: str, second: str) -> Iterator[Place]:
     for trend in (e for e in verdict.estimates if e.statistic == statistic):
         elsewhere = bool(hot) and trend.stratum.phase is not None and str(trend.stratum.phase) not in hot
-        says = 0 if elsewhere else _direction(trend)  # a phase that is as it should be has nothing to point at
+        small = elsewhere and 1 / PLAIN < trend.value < PLAIN  # of a phase that is as it should be: one of many looks
+        says = 0 if small else _direction(trend)
         answer = {1: f"worse in {first}", -1: f"worse in {second}", 0: "no difference is shown"}[says]
         yield Place(
             question=question,

@@ -1,4 +1,4 @@
-"""What vLLM says of itself, as one line of JSON: `python -m harness.engine.probe`.
+"""What vLLM says of itself, as one line of JSON: `python -m harness.engine.installed`.
 
 A process of its own, because importing a broken installation may take long, print, or end the process.
 """
