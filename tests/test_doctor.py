@@ -13,8 +13,8 @@ from hypothesis import given
 from harness.cli import main
 from harness.commands import doctor
 from harness.commands.doctor import Line, Machine, as_text, diagnose, would_record
-from harness.engine.layout import TESTED_VERSIONS
 from harness.engine.installed import runner
+from harness.engine.layout import TESTED_VERSIONS
 from tests.reporting import texts
 
 ENGINE: dict[str, Any] = {
