@@ -1,9 +1,9 @@
-"""Every packaged patch of a hybrid model on the real engine: it fires, changes the rows it says, and is undone.
+"""Patches of a hybrid model on the real engine: each fires, changes the rows it says, and is undone.
 
 The model is the small trained one, with its recurrent state in f32. Its prompt of 290 tokens is worked on in three
-chunks, the last beside a short prompt, so that states are stored on the way and a batch is mixed. Of the families that
-differ by a number of bits or a format alone, the ends are run here, and all of them in `test_gdn_kernel.py`, where each
-is also undone by itself.
+chunks, the last beside a short prompt, so that states are stored on the way and a batch is mixed. One or two patches
+of each place they take hold of are run here, and the one outside the core; every patch of the core is run by itself
+in `test_gdn_kernel.py`, on the engine's own kernels, and undone there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.patching import LoadedPatch, list_patches
+from harness.patching import LoadedPatch, list_patches, load_patch
 from harness.sites import RECURRENT
 from tests.in_process import Rows, engine_in_process, run, runner_of, same
 
@@ -25,10 +25,22 @@ pytestmark = pytest.mark.engine
 HYBRID = Path(__file__).parent / "data" / "hybrid"
 PATCHES = [p for p in list_patches() if p.patch.site.startswith(RECURRENT)]
 HOOKED = [
-    p
-    for p in PATCHES
-    if p.function is not None
-    and (p.patch.site != "gdn.state" or p.patch.name.endswith(("_4_bits", "_16_bits", "_f32")))
+    load_patch(name)
+    for name in (
+        "conv_rows_swapped",
+        "conv_window_early",
+        "gdn_decode_skips_write",
+        "gdn_gate_no_decay",
+        "gdn_gate_rate_e4m3",
+        "gdn_init_dropped",
+        "gdn_init_stale",
+        "gdn_norm_after_gate",
+        "gdn_qk_norm_dropped_decode",
+        "gdn_state_decode_4_bits",
+        "gdn_state_pieces_4_bits",
+        "gdn_state_pieces_f32",
+        "gdn_state_stored_16_bits",
+    )
 ]
 PROMPTS = [np.random.default_rng(1).integers(3, 2048, n).tolist() for n in (290, 20)]
 DECODED = 16
