@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,9 @@ def test_a_large_recording_in_which_every_row_flips_stays_below_8_mb(made: Repor
     kept = json.loads(gzip.decompress(base64.b64decode(parsed.scripts["details"])))
     assert 2_000 < len(kept) < len(details)
     assert f"Of 12,288 such positions the {len(kept):,} worst" in parsed.text
+
+
+def test_a_verdict_without_any_estimate_has_its_page(tmp_path: Path) -> None:
+    made, verdict, _ = reported(tmp_path)
+    bare = replace(verdict, estimates=(), flip_bins=(), checks=())
+    assert verdict.word in report_html(made, bare)
